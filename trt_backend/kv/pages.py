@@ -1,0 +1,108 @@
+"""The page table: one line a device page, in columns."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_backend.kv.budget import Budget, Use
+from trt_backend.kv.free_list import FreeList
+
+Int32 = npt.NDArray[np.int32]
+
+
+class PageState(IntEnum):
+    """Where a page is in its life: FILLING → READY → BACKING_UP → CLEAN → RELEASING → FREE.
+
+    HOT pages hold a session's hot cache and have no life of their own.
+    """
+
+    FREE = 0
+    HOT = 1
+    FILLING = 2
+    READY = 3
+    """Complete and readable, without a host copy: dirty."""
+    BACKING_UP = 4
+    CLEAN = 5
+    """Complete and readable, with a host copy."""
+    RELEASING = 6
+
+
+NEXT_STATES: dict[PageState, frozenset[PageState]] = {
+    PageState.FREE: frozenset({PageState.HOT, PageState.FILLING}),
+    PageState.HOT: frozenset({PageState.RELEASING}),
+    PageState.FILLING: frozenset({PageState.READY, PageState.BACKING_UP, PageState.RELEASING}),
+    PageState.READY: frozenset({PageState.BACKING_UP, PageState.RELEASING}),
+    PageState.BACKING_UP: frozenset({PageState.CLEAN}),
+    # A tail page whose copy has landed is filled anew.
+    PageState.CLEAN: frozenset({PageState.RELEASING, PageState.FILLING}),
+    PageState.RELEASING: frozenset({PageState.FREE}),
+}
+
+
+class PageTable:
+    """Columns `state` and `use` (uint8) and `owner` (int32 slot, −1 when free or on its way back), one line a page.
+
+    Every change of a page goes through `take`, `move` and `release`, which keep the budget true and refuse steps
+    that a page's life does not have.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.budget = Budget(capacity)
+        self.state = np.full(capacity, PageState.FREE, dtype=np.uint8)
+        self.use = np.full(capacity, Use.FREE, dtype=np.uint8)
+        self.owner = np.full(capacity, -1, dtype=np.int32)
+        self._free = FreeList(capacity)
+
+    def take(self, count: int, owner: int, state: PageState) -> Int32:
+        """Hand `count` free pages to slot `owner` as required memory in `state`; int32 [count].
+
+        Raises:
+            MemoryError: fewer are free; nothing is taken.
+        """
+        pages = self._free.take(count)
+        self.owner[pages] = owner
+        self.state[pages] = state
+        self.use[pages] = Use.REQUIRED
+        self.budget.move(count, Use.FREE, Use.REQUIRED)
+        return pages
+
+    def move(self, pages: Int32, state: PageState, use: Use) -> None:
+        """Bring pages, all in one state and one use, to the next.
+
+        Raises:
+            ValueError: the pages differ, or a page's life has no such step.
+        """
+        if len(pages) == 0:
+            return
+        before = PageState(self.state[pages[0]])
+        used = Use(self.use[pages[0]])
+        if (self.state[pages] != before).any() or (self.use[pages] != used).any():
+            raise ValueError(f"pages {pages.tolist()} are not all {before.name} and {used.name}")
+        if state != before and state not in NEXT_STATES[before]:
+            raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {state.name}")
+        self.state[pages] = state
+        self.use[pages] = use
+        if state == PageState.RELEASING:
+            self.owner[pages] = -1
+        self.budget.move(len(pages), used, use)
+
+    def free(self, pages: Int32) -> None:
+        """Give RELEASING pages back, once nothing reads them any more."""
+        self.move(pages, PageState.FREE, Use.FREE)
+        self._free.give(pages)
+
+    def owned_by(self, slot: int) -> Int32:
+        """Ids of the pages of a slot, ascending; int32."""
+        return np.flatnonzero(self.owner == slot).astype(np.int32)
+
+    def check(self) -> None:
+        """Assert that columns, budget and free list tell the same story."""
+        self.budget.check()
+        assert np.bincount(self.use, minlength=len(Use)).tolist() == self.budget.counts
+        free = self.state == PageState.FREE
+        assert ((free | (self.state == PageState.RELEASING)) == (self.owner < 0)).all()
+        assert (free == (self.use == Use.FREE)).all()
+        assert int(free.sum()) == self._free.free
