@@ -1,0 +1,134 @@
+"""The scheduler's door: requests and cancellations come in from any thread, bounded and in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trt_backend.request import Deliver, ErrorCode, Request, RequestError, RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`queue_limit` requests may wait; a step takes up to `prefill_chunk_tokens` tokens of prompts; a request may
+    become `max_model_len` tokens long."""
+
+    queue_limit: int
+    prefill_chunk_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that has been accepted and has no session yet."""
+
+    request: Request
+    deliver: Deliver
+    times: RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The wish to end a request, wherever it is."""
+
+    request_id: str
+
+
+Message = Waiting | Cancel
+
+
+class Intake:
+    """A queue of messages, and what has to be known about it before the scheduler thread looks.
+
+    `refusal(prompt_tokens, max_length)` says why a request could never be admitted, or None; it must be safe to call
+    from any thread.
+    """
+
+    def __init__(self, limits: SchedulerLimits, vocab_size: int, refusal: Callable[[int, int], str | None]) -> None:
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._refusal = refusal
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._live: set[str] = set()
+        self._queued = 0
+        self._closed: RequestError | None = None
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Accept a request, or raise RequestError; see `Scheduler.submit`."""
+        fault = self._fault(request)
+        if fault is not None:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, request.id, fault)
+        message = Waiting(request, deliver, RequestTimes(arrival_ns=time.monotonic_ns()))
+        with self._lock:
+            self._reserve(request.id)
+            self._messages.put(message)
+
+    def cancel(self, request_id: str) -> None:
+        """Pass a cancellation on."""
+        self._messages.put(Cancel(request_id))
+
+    def close(self, code: ErrorCode, reason: str) -> None:
+        """Accept nothing more, with this answer; the first one given stays. Wakes the scheduler."""
+        with self._lock:
+            self._closed = self._closed or RequestError(code, "", reason)
+        self._messages.put(None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no message waits."""
+        return self._messages.empty()
+
+    def receive(self, timeout: float | None) -> list[Message]:
+        """All messages that are here, in order; if none is, wait for one up to `timeout` seconds (None: for ever)."""
+        messages: list[Message | None] = []
+        try:
+            messages.append(self._messages.get(timeout=timeout) if timeout != 0 else self._messages.get_nowait())
+            while True:
+                messages.append(self._messages.get_nowait())
+        except queue.Empty:
+            pass
+        return [message for message in messages if message is not None]
+
+    def dequeued(self) -> None:
+        """A request has left the queue."""
+        with self._lock:
+            self._queued -= 1
+
+    def forget(self, request_id: str) -> None:
+        """A request is over; its id may be used again."""
+        with self._lock:
+            self._live.discard(request_id)
+
+    def _reserve(self, request_id: str) -> None:
+        if self._closed is not None:
+            raise RequestError(self._closed.code, request_id, self._closed.detail)
+        if request_id in self._live:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, request_id, "this request id is already in use")
+        if self._queued >= self._limits.queue_limit:
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                request_id,
+                f"{self._queued} requests wait already; this deployment queues {self._limits.queue_limit} "
+                "(queue_limit)",
+            )
+        self._live.add(request_id)
+        self._queued += 1
+
+    def _fault(self, request: Request) -> str | None:
+        tokens = len(request.prompt)
+        if tokens == 0:
+            return "the prompt is empty; it must have at least 1 token"
+        if request.max_tokens < 1:
+            return f"max_tokens={request.max_tokens} must be at least 1"
+        if request.prompt.min() < 0 or request.prompt.max() >= self._vocab_size:
+            return f"the prompt has token ids outside the vocabulary, 0 to {self._vocab_size - 1}"
+        if request.max_length > self._limits.max_model_len:
+            return (
+                f"max_tokens={request.max_tokens} with a {tokens}-token prompt needs {request.max_length} positions; "
+                f"this deployment holds {self._limits.max_model_len} (max_model_len)"
+            )
+        return self._refusal(tokens, request.max_length)
