@@ -33,6 +33,8 @@ def locate(
     selected: Int32,
     slots: Int32,
     locations: Int32,
+    threads: int,
+    seed: int,
 ) -> int: ...
 def topk(scores: Float32, visible: Int32, k: int, selected: Int32, threads: int, seed: int) -> None: ...
 def fetch_rows(

@@ -191,7 +191,7 @@ def resolve(
     return out
 
 
-def locate(tables: ResolverTables, selected: Int32, slots: Int32, out: Int32) -> int:
+def locate(tables: ResolverTables, selected: Int32, slots: Int32, out: Int32, threads: Threads = IN_ORDER) -> int:
     """Find the arena rows of selected positions by the direct rule alone, for the tokens of prompt chunks.
 
     Args:
@@ -199,6 +199,7 @@ def locate(tables: ResolverTables, selected: Int32, slots: Int32, out: Int32) ->
         selected: int32 [T, K] positions, −1 for padding.
         slots: int32 [T], the slot of each token (repeats are usual); −1 for batch padding.
         out: int32 [T, K], written in full: arena rows, −1 for padding and for what is not found.
+        threads: see `Threads`.
 
     Returns:
         The number of masked entries: neither padding nor found. Anything but 0 is a fault of the caller.
@@ -206,7 +207,17 @@ def locate(tables: ResolverTables, selected: Int32, slots: Int32, out: Int32) ->
     Raises:
         ValueError: dtype, shape or layout; a slot out of range.
     """
-    return _host.locate(tables.ready_map, tables.tail_first, tables.tail_pages, tables.page_rows, selected, slots, out)
+    return _host.locate(
+        tables.ready_map,
+        tables.tail_first,
+        tables.tail_pages,
+        tables.page_rows,
+        selected,
+        slots,
+        out,
+        threads.count,
+        threads.seed,
+    )
 
 
 def topk(scores: Float32, visible: Int32, k: int, out: Int32 | None = None, threads: Threads = IN_ORDER) -> Int32:
