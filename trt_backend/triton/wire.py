@@ -1,0 +1,111 @@
+"""Triton's requests and responses as our own words. Importable only inside tritonserver's Python backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+
+from trt_backend.config import ConfigError, load_deployment
+from trt_backend.request import ErrorCode, RequestError
+from trt_backend.triton.metrics_triton import TritonMetrics
+from trt_backend.triton.repository import DEPLOYMENT_VARIABLE, RECORD_VARIABLE, StartupEvent, write_event
+from trt_backend.triton.service import Service
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+TRITON_CODES = {
+    ErrorCode.INVALID_ARGUMENT: pb_utils.TritonError.INVALID_ARG,
+    # There is no RESOURCE_EXHAUSTED; the message's first word tells overload from a server that is down.
+    ErrorCode.OVERLOADED: pb_utils.TritonError.UNAVAILABLE,
+    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
+    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
+}
+
+
+class TritonSink:
+    """Implements `stream.Sink` over the response sender of one request.
+
+    Asking a sender about cancellation while, or after, it is closed crashes servers before 24.12, so the two exclude
+    each other. The sender is dropped with the last response: Triton does not unload a model that holds one.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self._sender: Any | None = sender
+        self._lock = threading.Lock()
+
+    def send(self, text: str, final: bool) -> None:
+        """Send a text_output of one element."""
+        tensor = pb_utils.Tensor("text_output", np.array([[text.encode()]], dtype=np.object_))
+        self._respond(pb_utils.InferenceResponse([tensor]), final)
+
+    def fail(self, error: RequestError) -> None:
+        """Send an error as the last response; where that is not possible, at least the end."""
+        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), TRITON_CODES[error.code]))
+        try:
+            self._respond(response, final=True)
+        except pb_utils.TritonModelException:
+            with self._lock:
+                if self._sender is not None:
+                    self._sender.send(flags=FINAL)
+                    self._sender = None
+            raise
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled, gone away or passed its deadline."""
+        with self._lock:
+            return self._sender is not None and bool(self._sender.is_cancelled())
+
+    def _respond(self, response: Any, final: bool) -> None:
+        with self._lock:
+            if self._sender is None:
+                raise RuntimeError("a response after the last one")
+            self._sender.send(response, flags=FINAL if final else 0)
+            if final:
+                self._sender = None
+
+
+def read_tensors(request: Any) -> dict[str, npt.NDArray[Any]]:
+    """All inputs of a Triton request by name."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def open_service() -> Service:
+    """Load and start the deployment that the environment names; how that goes is written to the start-up record.
+
+    Raises:
+        TritonModelException: it can't be served; the message says why.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    named = os.environ.get(RECORD_VARIABLE)
+    record = Path(named) if named else None
+
+    def fail(reason: str) -> None:
+        write_event(record, StartupEvent(reason, failed=True))
+
+    try:
+        path = os.environ.get(DEPLOYMENT_VARIABLE)
+        if not path:
+            raise ConfigError(f"{DEPLOYMENT_VARIABLE} is not set: it names the JSON file with the deployment's settings")
+        service = Service(
+            load_deployment(Path(path)),
+            progress=lambda message: write_event(record, StartupEvent(message)),
+            gauges=TritonMetrics(),
+            on_failure=fail,
+        )
+    except ConfigError as error:
+        fail(str(error))
+        raise pb_utils.TritonModelException(str(error)) from None
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"INTERNAL: loading the model failed: {type(error).__name__}: {error}"
+        fail(reason)
+        raise pb_utils.TritonModelException(reason) from None
+    service.start()
+    return service
