@@ -61,7 +61,7 @@ template <class T, class A>
 void check(const char* name, const A& array, std::initializer_list<int64> shape, std::size_t packed_from = 0) {
   const std::string label = name;
   if (array.dtype() != nb::dtype<T>() || array.device_type() != nb::device::cpu::value) {
-    fail(label + " must be a " + type_name<T>() + " array in host memory; got " +
+    fail(label + " must be of dtype " + type_name<T>() + " and in host memory; got " +
          std::to_string(array.dtype().bits) + " bits of DLPack type code " +
          std::to_string(static_cast<int>(array.dtype().code)));
   }

@@ -1,7 +1,8 @@
 // Exact top-k of one line of scores: the k largest, ties to the lower position, in ascending order of position.
 //
-// Radix select over order-preserving integer keys, 11 + 11 + 10 bits, then an ordered compaction. At most five reads
-// of the line; usually three, as the search ends with the first digit whose bin is taken whole.
+// Radix select over order-preserving integer keys, 11 + 11 + 10 bits, then an ordered compaction. As soon as the keys
+// that may still be chosen are few, their positions are listed, and what follows reads only these; so a long line is
+// read twice unless most of its scores are nearly equal.
 #pragma once
 
 #include "block.cuh"
@@ -10,16 +11,14 @@ namespace dhs {
 
 constexpr int32 kDigitBits = 11;
 constexpr int32 kBins = 1 << kDigitBits;
-constexpr int32 kTopkWorkspace = kBins + 3;  // int32 words: 8.2 KB
+constexpr int32 kCandidates = 4096;
+constexpr int32 kTopkWorkspace = kBins + 3 + kCandidates;  // int32 words: 24.6 KB
 
 // Larger floats have larger keys. -0 has the key of +0, NaN that of -inf.
 DHS_FN uint32 score_key(float score) {
-  const uint32 bits = bits_of(score);
-  const uint32 magnitude = bits & 0x7fffffffu;
-  constexpr uint32 kInfinity = 0x7f800000u;
-  if (magnitude > kInfinity) return ~(kInfinity | 0x80000000u);
-  if (magnitude == 0) return 0x80000000u;
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const uint32 bits = bits_of(score + 0.0f);  // turns -0 into +0
+  const uint32 key = bits ^ (static_cast<uint32>(static_cast<int32>(bits) >> 31) | 0x80000000u);
+  return score == score ? key : ~0xff800000u;
 }
 
 // The bin that holds the need-th largest key of a histogram, how many of its keys are needed, how many there are.
@@ -44,6 +43,56 @@ DHS_FN Digit pick_bin(B& block, const int32* histogram, int32 need, int32* state
   return {state[0], state[1], state[2]};
 }
 
+// How far the search for the k-th largest key has come: its leading digits, and what the last of them left open.
+struct Search {
+  uint32 floor;  // known digits of the key, the others 0
+  uint32 known;  // mask of the known digits
+  int32 top;     // bits not known
+  Digit digit;
+
+  DHS_FN bool open() const { return top > 0 && digit.population > digit.need; }
+};
+
+// Finds the next digit among the keys of positions at(0) ... at(n - 1).
+template <class B, class At>
+DHS_FN void search_digit(B& block, const float* scores, int32 n, At at, Search& search, int32* histogram,
+                         int32* state) {
+  const int32 bits = search.top < kDigitBits ? search.top : kDigitBits;
+  const int32 shift = search.top - bits;
+  const uint32 mask = (1u << bits) - 1u;
+  block.each(kBins, [&](int32 bin) { histogram[bin] = 0; });
+  block.each(n, [&](int32 i) {
+    const uint32 key = score_key(scores[at(i)]);
+    if ((key & search.known) == search.floor) block.atomic_add(histogram + ((key >> shift) & mask), 1);
+  });
+  search.digit = pick_bin(block, histogram, search.digit.need, state);
+  search.floor |= static_cast<uint32>(search.digit.bin) << shift;
+  search.known |= mask << shift;
+  search.top = shift;
+}
+
+// The selection is every key >= floor, except that of keys equal to it only the first digit.need are wanted.
+template <class B, class At>
+DHS_FN void emit_selection(B& block, const float* scores, int32 n, At at, const Search& search, int32* selected,
+                           int32* state) {
+  int32 last_tie = n;
+  if (search.digit.population > search.digit.need) {
+    block.compact(
+        n, [&](int32 i) { return score_key(scores[at(i)]) == search.floor; },
+        [&](int32 i, int32 rank) {
+          if (rank == search.digit.need - 1) state[0] = i;
+        });
+    last_tie = state[0];
+  }
+  block.compact(
+      n,
+      [&](int32 i) {
+        const uint32 key = score_key(scores[at(i)]);
+        return key > search.floor || (key == search.floor && i <= last_tie);
+      },
+      [&](int32 i, int32 rank) { selected[rank] = at(i); });
+}
+
 // `words` holds kTopkWorkspace int32; selected has room for k.
 template <class B>
 DHS_FN void topk_line(B& block, const float* scores, int32 visible, int32 k, int32* selected, int32* words) {
@@ -53,41 +102,25 @@ DHS_FN void topk_line(B& block, const float* scores, int32 visible, int32 k, int
   }
   int32* histogram = words;
   int32* state = words + kBins;
+  int32* candidates = state + 3;
 
-  uint32 floor = 0, known = 0;  // the leading digits of the k-th largest key, and a mask of them
-  Digit digit{0, k, visible};
-  for (int32 top = 32; top > 0 && digit.population > digit.need;) {
-    const int32 bits = top < kDigitBits ? top : kDigitBits;
-    const int32 shift = top - bits;
-    const uint32 mask = (1u << bits) - 1u;
-    block.each(kBins, [&](int32 bin) { histogram[bin] = 0; });
-    block.each(visible, [&](int32 i) {
-      const uint32 key = score_key(scores[i]);
-      if ((key & known) == floor) block.atomic_add(histogram + ((key >> shift) & mask), 1);
-    });
-    digit = pick_bin(block, histogram, digit.need, state);
-    floor |= static_cast<uint32>(digit.bin) << shift;
-    known |= mask << shift;
-    top = shift;
+  Search search{0, 0, 32, {0, k, visible}};
+  const auto whole = [](int32 i) { return i; };
+  int32 left = visible;  // keys that may still be chosen
+  while (search.open() && (search.top == 32 || left > kCandidates)) {
+    search_digit(block, scores, visible, whole, search, histogram, state);
+    left = k - search.digit.need + search.digit.population;
   }
-
-  // Now the selection is every key >= floor, except that of equal keys only the first digit.need are wanted.
-  int32 last_tie = visible;
-  if (digit.population > digit.need) {
-    block.compact(
-        visible, [&](int32 i) { return score_key(scores[i]) == floor; },
-        [&](int32 i, int32 rank) {
-          if (rank == digit.need - 1) state[0] = i;
-        });
-    last_tie = state[0];
+  if (!search.open()) {
+    emit_selection(block, scores, visible, whole, search, selected, state);
+    return;
   }
   block.compact(
-      visible,
-      [&](int32 i) {
-        const uint32 key = score_key(scores[i]);
-        return key > floor || (key == floor && i <= last_tie);
-      },
-      [&](int32 i, int32 rank) { selected[rank] = i; });
+      visible, [&](int32 i) { return score_key(scores[i]) >= search.floor; },
+      [&](int32 i, int32 rank) { candidates[rank] = i; });
+  const auto listed = [&](int32 i) { return candidates[i]; };
+  while (search.open()) search_digit(block, scores, left, listed, search, histogram, state);
+  emit_selection(block, scores, left, listed, search, selected, state);
 }
 
 }  // namespace dhs
