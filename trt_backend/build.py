@@ -85,7 +85,7 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     import torch
 
     from plugins.host import HotState
-    from trt_backend.engines.torch_engine import TorchEngine
+    from trt_backend.engines.torch_engine import DeviceMemory, TorchEngine
     from trt_backend.memory.arena import IndexKeyStore, RowStore
     from trt_backend.memory.cpu import CpuTransfers
     from trt_backend.models.registry import load_model
@@ -100,15 +100,9 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     pool = RowStore(layout, sizes.host_pages)
     transfers = CpuTransfers(arenas, pool)
     hierarchy = Hierarchy(layout, deployment.policy, tables, transfers, sizes)
-    engine = TorchEngine(
-        model=model,
-        layout=layout,
-        tables=tables,
-        arenas=arenas,
-        pool=pool,
-        keys=IndexKeyStore(layout, sizes.index_pages),
-        hot=HotState.empty(len(layout.groups), sizes.slots, layout.hot_tokens),
-    )
+    hot = HotState.empty(len(layout.groups), sizes.slots, layout.hot_tokens)
+    memory = DeviceMemory(arenas, pool, IndexKeyStore(layout, sizes.index_pages), hot)
+    engine = TorchEngine(model, layout, config.row_format, tables, memory)
     limits = SchedulerLimits(config.queue_limit, config.prefill_chunk_tokens, deployment.max_model_len)
     return Runtime(deployment, hierarchy, Scheduler(hierarchy, engine, limits), transfers.close)
 

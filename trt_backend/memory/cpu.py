@@ -86,7 +86,7 @@ class CpuTransfers:
         def copy() -> None:
             layout = self.device.layout
             for s, (source, target) in enumerate(zip(self.device.sources, self.pool.sources, strict=True)):
-                host.copy_pages(source, device_pages, target, host_pages, layout.page_rows(s))
+                host.copy_pages(source, target, device_pages, host_pages, layout.page_rows(s))
 
         return self.stream.submit(copy, after)
 
