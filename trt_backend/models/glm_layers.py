@@ -1,0 +1,160 @@
+"""One layer of `glm_moe_dsa`: latent attention over selected rows, then a feed-forward block.
+
+Attention works on the latents themselves: the key half of kv_b_proj is applied to the query and the value half to the
+result (the absorbed form of DeepSeek-V2, arXiv 2405.04434), so that a row is read as it is stored. Layers share
+selections as in IndexShare (arXiv 2603.12201).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trt_backend.models.blocks import Mlp, MoE, layer_norm, linear, linear_per_head, pad_rows, rms_norm, rotate
+from trt_backend.models.rows import KeyCodec, RowCodec
+from trt_backend.models.state import KvState
+
+LATENT_NORM_EPS = 1e-6
+"""Of q_a_layernorm and kv_a_layernorm; the other RMS norms take the configuration's `rms_norm_eps` (transformers)."""
+
+INDEX_NORM_EPS = 1e-6
+"""Of the index keys' layer norm."""
+
+ATTENTION_TOKENS = 64
+"""Tokens whose rows are widened and attended at a time: bounds memory, and keeps a small model in the cache."""
+
+MASKED = -1e30
+"""Added to the score of an entry that holds no row. Finite, so that a token without any row makes no NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of one step share. `cos` and `sin` are float32 [16 n, 1, rope / 2]."""
+
+    tokens: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    state: KvState
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """The part of a full layer that chooses rows. Its projections are rows of the attention's fused ones."""
+
+    group: int
+    heads: int
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor
+    codec: KeyCodec
+
+    def select(self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, step: Step) -> None:
+        """Hand this step's keys and queries to the keeper of rows.
+
+        Args:
+            queries: float32 [16 n, heads * dim], not yet rotated.
+            keys: float32 [16 n, dim], neither normed nor rotated.
+            weights: float32 [16 n, heads], not yet scaled.
+        """
+        rope, dim = 2 * step.cos.shape[-1], self.codec.dim
+        normed = layer_norm(keys, self.norm_weight, self.norm_bias, INDEX_NORM_EPS).unsqueeze(1)
+        both = torch.cat([queries.view(-1, self.heads, dim), normed], dim=1)
+        both = torch.cat([rotate(both[..., :rope], step.cos, step.sin), both[..., rope:]], dim=-1)
+        scale = float((self.heads * dim) ** -0.5)
+        step.state.write_index_keys(self.group, self.codec.encode(both[: step.tokens, -1]))
+        step.state.select(self.group, both[: step.tokens, :-1].contiguous(), weights[: step.tokens] * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Latent attention of one layer.
+
+    | weight | shape | rows of |
+    |---|---|---|
+    | `input_proj` | [q_rank + rank + rope (+ dim + index heads), hidden] | q_a, kv_a (, indexer wk, weights_proj) |
+    | `query_proj` | [heads * (nope + rope) (+ index heads * dim), q_rank] | q_b (, indexer wq_b) |
+    | `to_latent` | [heads, nope, rank] | key half of kv_b |
+    | `from_latent` | [heads, rank, v] | value half of kv_b, transposed |
+    | `output_proj` | [hidden, heads * v] | o_proj |
+    """
+
+    source: int
+    heads: int
+    nope: int
+    codec: RowCodec
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    input_proj: torch.Tensor
+    query_proj: torch.Tensor
+    to_latent: torch.Tensor
+    from_latent: torch.Tensor
+    output_proj: torch.Tensor
+    indexer: Indexer | None
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's rows, select (in a full layer), and attend.
+
+        Args:
+            x: float32 [16 n, hidden], normed.
+            mask: of the last full layer, float32 [T, 1, K]; a full layer makes its own.
+            step: the step.
+
+        Returns:
+            float32 [16 n, hidden], and the mask for the layers that share this selection.
+        """
+        rank, rope, heads, tokens = self.codec.rank, self.codec.rope, self.heads, step.tokens
+        index_dim = self.indexer.codec.dim if self.indexer else 0
+        inputs = linear(x, self.input_proj)
+        q_rank = len(self.q_norm)
+        ends = [q_rank, q_rank + rank, q_rank + rank + rope, q_rank + rank + rope + index_dim]
+        query_latent, latent, key_rope, index_key, index_weights = inputs.tensor_split(ends, dim=-1)
+        queries = linear(rms_norm(query_latent, self.q_norm, LATENT_NORM_EPS), self.query_proj)
+        query, index_query = queries.tensor_split([heads * (self.nope + rope)], dim=-1)
+        query = query.view(-1, heads, self.nope + rope)
+
+        rotated = rotate(torch.cat([query[..., self.nope :], key_rope.unsqueeze(1)], dim=1), step.cos, step.sin)
+        latent = rms_norm(latent, self.kv_norm, LATENT_NORM_EPS)
+        step.state.write_rows(self.source, self.codec.encode(latent[:tokens], rotated[:tokens, -1]))
+        if self.indexer:
+            self.indexer.select(index_query, index_key, index_weights, step)
+        rows, valid = step.state.read_rows(self.source)
+        if self.indexer or mask is None:
+            mask = torch.where(valid, 0.0, MASKED).unsqueeze(1)
+
+        absorbed = torch.cat([linear_per_head(query[..., : self.nope], self.to_latent), rotated[:, :-1]], dim=-1)
+        attended = pad_rows(self._attend(absorbed[:tokens], rows, mask))
+        values = linear_per_head(attended, self.from_latent).reshape(len(x), -1)
+        return linear(values, self.output_proj), mask
+
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [T, heads, rank + rope] and uint8 [T, K, row_bytes] to latents, float32 [T, heads, rank].
+
+        A product of its own for every token, and sums over K in the order of the selection.
+        """
+        scale = float((self.nope + self.codec.rope) ** -0.5)
+        parts = []
+        for first in range(0, len(query), ATTENTION_TOKENS):
+            part = slice(first, first + ATTENTION_TOKENS)
+            keys = self.codec.decode(rows[part])
+            bias = mask[part].expand(-1, self.heads, -1)
+            scores = torch.baddbmm(bias, query[part], keys.transpose(1, 2), alpha=scale)
+            parts.append(torch.bmm(torch.softmax(scores, dim=-1), keys[..., : self.codec.rank]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention and feed-forward block, each behind a norm and around a residual."""
+
+    eps: float
+    attention_norm: torch.Tensor
+    attention: Attention
+    mlp_norm: torch.Tensor
+    mlp: Mlp | MoE
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [16 n, hidden] to the same, with the mask that `Attention` takes and gives."""
+        attended, mask = self.attention(rms_norm(x, self.attention_norm, self.eps), mask, step)
+        x = x + attended
+        normed = rms_norm(x, self.mlp_norm, self.eps)
+        return x + (self.mlp(normed, step.tokens) if isinstance(self.mlp, MoE) else self.mlp(normed)), mask
