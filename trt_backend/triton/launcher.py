@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -25,14 +26,16 @@ POLL_SECONDS = 0.05
 KILL_GRACE_SECONDS = 5.0
 """How much longer than its own drain time the server may take before it is killed."""
 LOG_TAIL_LINES = 15
+CHATTER = re.compile(r"[|+]|I\d{4} ")
+"""Lines of tables, and of log level I."""
 CANARY = {"text_input": "def main(", "max_tokens": 1, "stream": False}
 
 
-class ServerFailure(Exception):
+class ServerError(Exception):
     """The server can't serve (any more). The message is for the operator."""
 
 
-class Interrupted(Exception):
+class StartInterruptedError(Exception):
     """Someone asked us to stop while the server was still starting."""
 
 
@@ -63,7 +66,7 @@ class TritonServer:
         self._home = home
         self._folder = folder
         self._model_name = model_name
-        self._options = options
+        self.options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._seen_events = 0
 
@@ -78,8 +81,8 @@ class TritonServer:
         Raises:
             ConfigError: a port is taken, or the binary can't be run.
         """
-        require_free_ports(self._options)
-        sweep_regions(self._options.region_prefix)
+        require_free_ports(self.options)
+        sweep_regions(self.options.region_prefix)
         environment = self._home.environment()
         environment[DEPLOYMENT_VARIABLE] = str(self._folder.deployment)
         environment[RECORD_VARIABLE] = str(self._folder.record)
@@ -99,7 +102,7 @@ class TritonServer:
                 raise ConfigError(f"{self._home.binary}: can't be started: {error}") from error
 
     def _command(self) -> list[str]:
-        options = self._options
+        options = self.options
         # Nobody knows this value, so nobody can use these protocols. (It is visible to this machine's users in the
         # process list; they are not who it is for.)
         nobody = f"shared-memory,trace,logging:dhs-admin={secrets.token_hex(16)}"
@@ -129,19 +132,19 @@ class TritonServer:
 
         Raises:
             ConfigError: the model refused its deployment; the message is the model's own.
-            ServerFailure: the server ended, gave a wrong answer, or was not ready in time.
-            Interrupted: `stopping` was set.
+            ServerError: the server ended, gave a wrong answer, or was not ready in time.
+            StartInterruptedError: `stopping` was set.
         """
-        deadline = time.monotonic() + self._options.startup_seconds
+        deadline = time.monotonic() + self.options.startup_seconds
         progress("starting tritonserver")
         while not self._is_ready():
             self._read_record(progress)
             self._require_running()
             if stopping.wait(POLL_SECONDS):
-                raise Interrupted
+                raise StartInterruptedError
             if time.monotonic() > deadline:
-                raise ServerFailure(
-                    f"startup-seconds={self._options.startup_seconds:g}: the server was not ready in that time"
+                raise ServerError(
+                    f"startup-seconds={self.options.startup_seconds:g}: the server was not ready in that time"
                     + self._log_tail()
                 )
         progress("waiting for a first inference")
@@ -153,16 +156,16 @@ class TritonServer:
         Triton goes on calling itself ready after the model's process has died, and does not restart it.
 
         Raises:
-            ServerFailure: one of them has ended, or the model has recorded that it can't serve any more.
+            ServerError: one of them has ended, or the model has recorded that it can't serve any more.
         """
         self._require_running()
         assert self._process is not None
         try:
             self._read_record(lambda _: None)
         except ConfigError as error:
-            raise ServerFailure(str(error)) from error
+            raise ServerError(str(error)) from error
         if not any(STUB in command_of(child) for child in children_of(self._process.pid)):
-            raise ServerFailure("the model's process has ended; Triton does not restart it" + self._log_tail())
+            raise ServerError("the model's process has ended; Triton does not restart it" + self._log_tail())
 
     def stop(self, report: Callable[[str], None]) -> bool:
         """Let streams that are running finish (up to the drain time), then end the server; True if it ended by itself.
@@ -175,7 +178,7 @@ class TritonServer:
         by_itself = True
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            patience = self._options.drain_seconds + KILL_GRACE_SECONDS
+            patience = self.options.drain_seconds + KILL_GRACE_SECONDS
             try:
                 process.wait(patience)
             except subprocess.TimeoutExpired:
@@ -183,7 +186,7 @@ class TritonServer:
                 by_itself = False
         self._kill_group(process)
         process.wait()
-        sweep_regions(self._options.region_prefix)
+        sweep_regions(self.options.region_prefix)
         self._process = None
         return by_itself
 
@@ -215,26 +218,28 @@ class TritonServer:
         if self._process is None or self._process.poll() is None:
             return
         self._read_record(lambda _: None)  # the model's own reason is better than the server's
-        raise ServerFailure(f"tritonserver ended with code {self._process.returncode}" + self._log_tail())
+        raise ServerError(f"tritonserver ended with code {self._process.returncode}" + self._log_tail())
 
     def _log_tail(self) -> str:
-        lines = self._folder.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "".join(f"\n  {line}" for line in lines) + f"\n  (all of it: {self._folder.log})"
+        """The end of the log, without Triton's tables and what it merely informs about."""
+        lines = self._folder.log.read_text(errors="replace").splitlines()
+        telling = [line for line in lines if line.strip() and not CHATTER.match(line)][-LOG_TAIL_LINES:]
+        return "".join(f"\n  {line}" for line in telling) + f"\n  (all of it: {self._folder.log})"
 
     def _is_ready(self) -> bool:
         try:
-            return ask(self._options.http_port, "GET", "/v2/health/ready", None, 5.0)[0] == http.client.OK
+            return ask(self.options.http_port, "GET", "/v2/health/ready", None, 5.0)[0] == http.client.OK
         except OSError:
             return False
 
     def _run_canary(self, seconds: float) -> None:
         path = f"/v2/models/{self._model_name}/generate"
         try:
-            status, answer = ask(self._options.http_port, "POST", path, CANARY, max(seconds, 1.0))
+            status, answer = ask(self.options.http_port, "POST", path, CANARY, max(seconds, 1.0))
         except OSError as error:
-            raise ServerFailure(f"the first inference got no answer: {error}" + self._log_tail()) from error
+            raise ServerError(f"the first inference got no answer: {error}" + self._log_tail()) from error
         if status != http.client.OK or "text_output" not in answer:
-            raise ServerFailure(f"the first inference failed: {answer}" + self._log_tail())
+            raise ServerError(f"the first inference failed: {answer}" + self._log_tail())
 
 
 def ask(port: int, method: str, path: str, body: object | None, seconds: float) -> tuple[int, str]:
@@ -294,7 +299,7 @@ def server_version(home: ServerHome, scratch: Path) -> str:
     """Start the server with nothing to serve and ask its version: proof that its libraries are all there.
 
     Raises:
-        ServerFailure: it does not start; the message has what it printed.
+        ServerError: it does not start; the message has what it printed.
     """
     http_port, grpc_port, metrics_port = free_ports(3)
     options = ServerOptions(http_port, grpc_port, metrics_port, startup_seconds=30.0, drain_seconds=1.0)
@@ -307,7 +312,7 @@ def server_version(home: ServerHome, scratch: Path) -> str:
         while not server._is_ready():
             server._require_running()
             if time.monotonic() > server_answers:
-                raise ServerFailure("it does not answer" + server._log_tail())
+                raise ServerError("it does not answer" + server._log_tail())
             time.sleep(POLL_SECONDS)
         return str(json.loads(ask(http_port, "GET", "/v2", None, 5.0)[1])["version"])
     finally:

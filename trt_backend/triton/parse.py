@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trt_backend.request import ErrorCode, Request, RequestError, SamplingParams
@@ -84,7 +83,9 @@ def make_request(
     try:
         size = len(fields.text.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise _invalid(request_id, f"the prompt is not Unicode text: {error.reason} at character {error.start}") from error
+        raise _invalid(
+            request_id, f"the prompt is not Unicode text: {error.reason} at character {error.start}"
+        ) from error
     # A token covers so many bytes at most, so a huge prompt is refused without tokenising it first.
     least_tokens = -(-size // tokenizer.longest_token_bytes)
     if least_tokens >= max_model_len:

@@ -92,7 +92,9 @@ def open_service() -> Service:
     try:
         path = os.environ.get(DEPLOYMENT_VARIABLE)
         if not path:
-            raise ConfigError(f"{DEPLOYMENT_VARIABLE} is not set: it names the JSON file with the deployment's settings")
+            raise ConfigError(
+                f"{DEPLOYMENT_VARIABLE} is not set: it names the JSON file with the deployment's settings"
+            )
         service = Service(
             load_deployment(Path(path)),
             progress=lambda message: write_event(record, StartupEvent(message)),

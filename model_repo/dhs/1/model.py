@@ -14,17 +14,16 @@ DRAIN_SECONDS = 5.0
 class TritonPythonModel:
     """The class that the Python backend looks for."""
 
-    def initialize(self, args: dict[str, str]) -> None:
+    def initialize(self, args: dict[str, str]) -> None:  # noqa: ARG002
         """Load the deployment and start serving."""
         self._service = open_service()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand each request over; responses come from the service's streaming thread."""
         for request in requests:
-            tensors = read_tensors(request)
             self._service.submit(
                 request.request_id(),
-                lambda request_id, tensors=tensors: read_fields(request_id, tensors),
+                lambda request_id, request=request: read_fields(request_id, read_tensors(request)),
                 TritonSink(request.get_response_sender()),
             )
 

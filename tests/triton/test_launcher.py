@@ -1,0 +1,227 @@
+"""The launcher against a real tritonserver with a small model of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.triton.servers import Stream, make_inputs, wait_until
+from trt_backend.config import ConfigError, DeploymentConfig
+from trt_backend.triton.launcher import LOOPBACK, ServerError, ServerOptions, TritonServer, free_ports
+from trt_backend.triton.locate import STUB, find_server
+from trt_backend.triton.process import SHM_FOLDER, children_of, command_of, sweep_regions
+from trt_backend.triton.repository import RunFolder, make_run_folder
+
+CONFIG = """
+backend: "python"
+max_batch_size: 1
+model_transaction_policy { decoupled: true }
+input [
+  { name: "text_input", data_type: TYPE_STRING, dims: [ -1 ] },
+  { name: "max_tokens", data_type: TYPE_INT32, dims: [ -1 ], optional: true },
+  { name: "stream", data_type: TYPE_BOOL, dims: [ -1 ], optional: true }
+]
+output [ { name: "text_output", data_type: TYPE_STRING, dims: [ -1 ] } ]
+instance_group [ { kind: KIND_CPU, count: 1 } ]
+"""
+ECHO = """
+import os
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def initialize(self, args):
+        BODY
+    def execute(self, requests):
+        for request in requests:
+            text = pb_utils.get_input_tensor_by_name(request, "text_input")
+            if b"die" in text.as_numpy().reshape(-1)[0]:
+                os._exit(1)
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text.as_numpy())])
+            request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    def finalize(self):
+        print("finalized", flush=True)
+"""
+
+
+def write_model(folder: Path, body: str = "pass") -> Path:
+    """A model that says what it hears; `body` runs when it is loaded."""
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "1" / "model.py").write_text(ECHO.replace("BODY", textwrap.indent(body, " " * 8).strip()))
+    return folder
+
+
+def make_server(tmp_path: Path, body: str = "pass", drain_seconds: float = 2.0) -> tuple[TritonServer, RunFolder]:
+    template = write_model(tmp_path / "template", body)
+    folder = make_run_folder(tmp_path / "run", "echo", DeploymentConfig(), template)
+    options = ServerOptions(*free_ports(3), startup_seconds=60.0, drain_seconds=drain_seconds)
+    return TritonServer(find_server(), folder, "echo", options), folder
+
+
+def regions(server: TritonServer) -> list[Path]:
+    return list(SHM_FOLDER.glob(f"{server.options.region_prefix}*"))
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Iterator[tuple[TritonServer, RunFolder]]:
+    server, folder = make_server(tmp_path)
+    server.start()
+    try:
+        server.wait_ready(lambda _: None, threading.Event())
+        yield server, folder
+    finally:
+        server.stop(lambda _: None)
+
+
+def test_a_stopped_server_has_finalized_its_model_and_left_no_shared_memory(
+    echo: tuple[TritonServer, RunFolder],
+) -> None:
+    server, folder = echo
+    server.check()
+    assert len(regions(server)) == 1
+    assert server.stop(lambda _: None) is True
+    assert "finalized" in folder.log.read_text()
+    assert regions(server) == []
+
+
+def test_it_listens_on_loopback_only(echo: tuple[TritonServer, RunFolder]) -> None:
+    server, _ = echo
+    ports = set(server.options.ports().values())
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            host, port = address.split(":")
+            if state == "0A" and int(port, 16) in ports:
+                listening.append((host[-8:], int(port, 16)))
+                assert host[:-8] in ("", "0000000000000000FFFF0000")  # IPv4, plain or inside IPv6
+    assert sorted(listening) == sorted(("0100007F", port) for port in ports)
+
+
+def test_the_death_of_the_models_process_is_noticed(echo: tuple[TritonServer, RunFolder]) -> None:
+    server, _ = echo
+    Stream(server.options.grpc_port, "echo", make_inputs(b"please die")).rest()
+    with pytest.raises(ServerError, match="the model's process has ended"):
+        server.check()
+
+
+def test_a_request_that_the_core_refused_does_not_keep_the_server_from_stopping(
+    echo: tuple[TritonServer, RunFolder],
+) -> None:
+    server, _ = echo
+    answer = Stream(server.options.grpc_port, "echo", make_inputs(b"x", max_tokens=(1, "INT64"))).rest()
+    assert answer.error is not None
+    assert "data-type is 'INT64'" in answer.error
+    started = time.monotonic()
+    server.stop(lambda _: None)
+    assert time.monotonic() - started < 10
+    assert regions(server) == []
+
+
+def test_a_server_killed_outright_leaves_no_process_and_no_shared_memory(
+    echo: tuple[TritonServer, RunFolder],
+) -> None:
+    server, _ = echo
+    assert server.pid is not None
+    stubs = [child for child in children_of(server.pid) if STUB in command_of(child)]
+    assert len(stubs) == 1
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: not children_of(server.pid or 0))
+    with pytest.raises(ServerError, match="ended with code -9"):
+        server.check()
+    server.stop(lambda _: None)
+    assert regions(server) == []
+    wait_until(lambda: STUB not in command_of(stubs[0]))
+
+
+def test_the_server_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    write_model(tmp_path / "template")
+    ports = free_ports(3)
+    script = f"""
+import threading, time
+from pathlib import Path
+from trt_backend.config import DeploymentConfig
+from trt_backend.triton.launcher import ServerOptions, TritonServer
+from trt_backend.triton.locate import find_server
+from trt_backend.triton.repository import make_run_folder
+folder = make_run_folder(Path({str(tmp_path / "run")!r}), "echo", DeploymentConfig(), Path({str(tmp_path)!r}) / "template")
+server = TritonServer(find_server(), folder, "echo", ServerOptions(*{ports}, drain_seconds=2.0))
+server.start()
+server.wait_ready(lambda _: None, threading.Event())
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    server_pid = int(launcher.stdout.readline())
+    assert "tritonserver" in command_of(server_pid)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: "tritonserver" not in command_of(server_pid), seconds=15.0)
+    assert sweep_regions(f"dhs_{os.getuid()}_{ports[0]}_") == []
+
+
+def test_the_models_reason_for_refusing_reaches_the_operator(tmp_path: Path) -> None:
+    body = """
+from pathlib import Path
+from trt_backend.triton.repository import StartupEvent, write_event
+record = Path(os.environ["DHS_STARTUP_RECORD"])
+write_event(record, StartupEvent("reading weights"))
+write_event(record, StartupEvent("config.json: top_k=0: legal range: 1 and up", failed=True))
+raise pb_utils.TritonModelException("refused")
+"""
+    server, _ = make_server(tmp_path, body)
+    server.start()
+    seen: list[str] = []
+    with pytest.raises(ConfigError, match=r"^config\.json: top_k=0: legal range: 1 and up$"):
+        server.wait_ready(seen.append, threading.Event())
+    server.stop(lambda _: None)
+    assert seen == ["starting tritonserver", "reading weights"]
+
+
+def test_a_model_that_crashes_while_loading_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    server, folder = make_server(tmp_path, "raise ValueError('no such luck')")
+    server.start()
+    with pytest.raises(ServerError, match="no such luck") as caught:
+        server.wait_ready(lambda _: None, threading.Event())
+    server.stop(lambda _: None)
+    assert str(folder.log) in str(caught.value)
+
+
+def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:
+    server, _ = make_server(tmp_path)
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, server.options.metrics_port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"metrics-port={server.options.metrics_port}: can't listen"):
+            server.start()
+
+
+def test_two_ports_may_not_be_the_same(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "run", "echo", DeploymentConfig(), write_model(tmp_path / "template"))
+    server = TritonServer(find_server(), folder, "echo", ServerOptions(9000, 9001, 9000))
+    with pytest.raises(ConfigError, match="metrics-port=9000: already used by --http-port"):
+        server.start()
+
+
+def test_a_named_server_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tritonserver=.*/nothing: not an executable file"):
+        find_server(tmp_path / "nothing")
+
+
+def test_a_region_in_use_is_not_swept(echo: tuple[TritonServer, RunFolder]) -> None:
+    server, _ = echo
+    stale = SHM_FOLDER / f"{server.options.region_prefix}left-behind"
+    stale.write_bytes(b"x")
+    live = [region for region in regions(server) if region != stale]
+    assert sweep_regions(server.options.region_prefix) == [stale]
+    assert regions(server) == live
