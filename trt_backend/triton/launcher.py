@@ -26,8 +26,8 @@ POLL_SECONDS = 0.05
 KILL_GRACE_SECONDS = 5.0
 """How much longer than its own drain time the server may take before it is killed."""
 LOG_TAIL_LINES = 15
-CHATTER = re.compile(r"[|+]|I\d{4} ")
-"""Lines of tables, and of log level I."""
+CHATTER = re.compile(r"[|+]|[IW]\d{4} |\s*<frozen importlib|Error: Failed to initialize NVML")
+"""Lines of tables, of log levels I and W, of Python's import machinery, and what a machine without a GPU says."""
 CANARY = {"text_input": "def main(", "max_tokens": 1, "stream": False}
 
 
@@ -221,7 +221,7 @@ class TritonServer:
         raise ServerError(f"tritonserver ended with code {self._process.returncode}" + self._log_tail())
 
     def _log_tail(self) -> str:
-        """The end of the log, without Triton's tables and what it merely informs about."""
+        """The end of the log, without Triton's tables and other chatter."""
         lines = self._folder.log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if line.strip() and not CHATTER.match(line)][-LOG_TAIL_LINES:]
         return "".join(f"\n  {line}" for line in telling) + f"\n  (all of it: {self._folder.log})"

@@ -19,13 +19,13 @@ from trt_backend.triton.metrics_triton import TritonMetrics
 from trt_backend.triton.repository import DEPLOYMENT_VARIABLE, RECORD_VARIABLE, StartupEvent, write_event
 from trt_backend.triton.service import Service
 
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# The Python backend puts its classes into pb_utils after it has imported the model: none can be named up here.
 TRITON_CODES = {
-    ErrorCode.INVALID_ARGUMENT: pb_utils.TritonError.INVALID_ARG,
+    ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
     # There is no RESOURCE_EXHAUSTED; the message's first word tells overload from a server that is down.
-    ErrorCode.OVERLOADED: pb_utils.TritonError.UNAVAILABLE,
-    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
+    ErrorCode.OVERLOADED: "UNAVAILABLE",
+    ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.INTERNAL: "INTERNAL",
 }
 
 
@@ -47,13 +47,14 @@ class TritonSink:
 
     def fail(self, error: RequestError) -> None:
         """Send an error as the last response; where that is not possible, at least the end."""
-        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), TRITON_CODES[error.code]))
+        code = getattr(pb_utils.TritonError, TRITON_CODES[error.code])
+        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
         try:
             self._respond(response, final=True)
         except pb_utils.TritonModelException:
             with self._lock:
                 if self._sender is not None:
-                    self._sender.send(flags=FINAL)
+                    self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                     self._sender = None
             raise
 
@@ -66,7 +67,7 @@ class TritonSink:
         with self._lock:
             if self._sender is None:
                 raise RuntimeError("a response after the last one")
-            self._sender.send(response, flags=FINAL if final else 0)
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
             if final:
                 self._sender = None
 
