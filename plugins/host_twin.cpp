@@ -181,7 +181,7 @@ void resolve(In ready_map, In host_map, In tail_first, In tail_pages, In hot_pag
   const dhs::Tables tables{direct, pointer<int32>(host_map), pointer<int32>(hot_pages), size(hot_pages, 1)};
   const int64 group_offset = static_cast<int64>(group) * table_slots * hot_rows;
   const dhs::HotCaches hot{pointer<int32>(hot_positions) + group_offset, pointer<int32>(lru) + group_offset, hot_rows};
-  const dhs::Selections batch{pointer<int32>(selected), pointer<int32>(slots), sessions, k};
+  const dhs::Selections batch{pointer<int32>(selected), pointer<int32>(slots), k};
   const dhs::PlanLines out{pointer<int32>(locations), pointer<int32>(fetch_counts), pointer<int32>(fetch_host_rows),
                            pointer<int32>(fetch_device_rows), pointer<int32>(counts)};
   std::vector<int32> words(static_cast<std::size_t>(dhs::resolve_workspace(k, hot_rows)));

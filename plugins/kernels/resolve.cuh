@@ -54,7 +54,6 @@ struct HotCaches {
 struct Selections {
   const int32* selected;  // [sessions, k]
   const int32* slots;     // [sessions]
-  int32 sessions;
   int32 k;
 };
 
