@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.servers import Stream, make_inputs, wait_until
+from tests.triton.clients import Stream, make_inputs, wait_until
 from trt_backend.config import ConfigError, DeploymentConfig
 from trt_backend.triton.launcher import LOOPBACK, ServerError, ServerOptions, TritonServer, free_ports
 from trt_backend.triton.locate import STUB, find_server
@@ -153,7 +153,8 @@ from trt_backend.config import DeploymentConfig
 from trt_backend.triton.launcher import ServerOptions, TritonServer
 from trt_backend.triton.locate import find_server
 from trt_backend.triton.repository import make_run_folder
-folder = make_run_folder(Path({str(tmp_path / "run")!r}), "echo", DeploymentConfig(), Path({str(tmp_path)!r}) / "template")
+here = Path({str(tmp_path)!r})
+folder = make_run_folder(here / "run", "echo", DeploymentConfig(), here / "template")
 server = TritonServer(find_server(), folder, "echo", ServerOptions(*{ports}, drain_seconds=2.0))
 server.start()
 server.wait_ready(lambda _: None, threading.Event())
