@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
     """`trt-backend serve` with a small pool, for all tests that leave it as they found it."""
-    options = [f"--model={MODEL}", "--residency=hisparse", "--max-sessions=4", "--drain-seconds=2"]
+    options = [f"--model={MODEL}", "--residency=hisparse", "--max-sessions=4"]
     options += [f"--max-model-len={SERVER_MODEL_LEN}", "--queue-limit=8"]
     with ServeCommand(tmp_path_factory.mktemp("server"), *options) as command:
         command.wait_ready()

@@ -20,7 +20,7 @@ from trt_backend.config import ConfigError, DeploymentConfig
 from trt_backend.triton.launcher import LOOPBACK, ServerError, ServerOptions, TritonServer, free_ports
 from trt_backend.triton.locate import STUB, find_server
 from trt_backend.triton.process import SHM_FOLDER, children_of, command_of, sweep_regions
-from trt_backend.triton.repository import RunFolder, make_run_folder
+from trt_backend.triton.repository import RunFolder, StartupEvent, make_run_folder, write_event
 
 CONFIG = """
 backend: "python"
@@ -114,6 +114,13 @@ def test_the_death_of_the_models_process_is_noticed(echo: tuple[TritonServer, Ru
         server.check()
 
 
+def test_a_model_that_records_a_failure_while_it_serves_is_noticed(echo: tuple[TritonServer, RunFolder]) -> None:
+    server, folder = echo
+    write_event(folder.record, StartupEvent("the scheduler has failed: out of pages", failed=True))
+    with pytest.raises(ServerError, match=r"^the scheduler has failed: out of pages$"):
+        server.check()
+
+
 def test_a_request_that_the_core_refused_does_not_keep_the_server_from_stopping(
     echo: tuple[TritonServer, RunFolder],
 ) -> None:
@@ -121,6 +128,7 @@ def test_a_request_that_the_core_refused_does_not_keep_the_server_from_stopping(
     answer = Stream(server.options.grpc_port, "echo", make_inputs(b"x", max_tokens=(1, "INT64"))).rest()
     assert answer.error is not None
     assert "data-type is 'INT64'" in answer.error
+    assert Stream(server.options.grpc_port, "echo", make_inputs(b"y", max_tokens=1)).rest().text == "y"
     started = time.monotonic()
     server.stop(lambda _: None)
     assert time.monotonic() - started < 10

@@ -77,7 +77,7 @@ def test_a_cancelled_stream_gives_its_session_back(server: ServeCommand) -> None
     stream = Stream(server.grpc_port, MODEL, make_inputs(LONG_PROMPT, max_tokens=700, stream=True))
     answer = Answer()
     assert stream.next(answer)
-    assert not is_idle(server)
+    wait_until(lambda: not is_idle(server))
     stream.close(cancel=True)
     wait_until(lambda: counted(server, "cancelled") == before + 1)
     wait_until(lambda: is_idle(server))
@@ -163,13 +163,6 @@ def test_metrics_count_rows_tokens_and_outcomes(server: ServeCommand) -> None:
     assert rows["host"] > 0
     assert now['dhs_resolver_rows_total{source="masked"}'] == 0
     assert grown["dhs_backed_up_pages_total"] > 0
-
-
-def test_a_refusal_by_tritons_core_leaves_the_model_alone(server: ServeCommand) -> None:
-    answer = ask(server, max_tokens=(4, "INT64"))
-    assert answer.error is not None
-    assert "data-type is 'INT64'" in answer.error
-    assert ask(server, max_tokens=4).error is None
 
 
 @pytest.fixture(autouse=True)

@@ -28,12 +28,17 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def regions_of(command: ServeCommand) -> list[Path]:
+    return list(SHM_FOLDER.glob(f"dhs_{os.getuid()}_{command.http_port}_*"))
+
+
 def refusal(state_dir: Path, *options: str) -> str:
-    """What a server that must not start prints."""
+    """What a server that must not start prints; it leaves nothing behind."""
     with ServeCommand(state_dir, *options) as command:
         assert command.wait_exit() == 1, command.output
     assert "ready:" not in command.output
     assert "Traceback" not in command.output
+    assert regions_of(command) == []
     return command.output
 
 
@@ -67,7 +72,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_files_name(
     output = refusal(tmp_path, f"--model={checkpoint}")
     assert re.search(rf"error: the model refused to start\n{re.escape(str(checkpoint))}/{named}", output), output
     assert str(tmp_path / "checkpoint-") in output  # where the server's log is
-    assert list(SHM_FOLDER.glob(f"dhs_{os.getuid()}_*")) == []
 
 
 def test_a_wrong_value_in_the_models_config_is_refused_with_key_and_range(tmp_path: Path, checkpoint: Path) -> None:
@@ -78,9 +82,9 @@ def test_a_wrong_value_in_the_models_config_is_refused_with_key_and_range(tmp_pa
 
 def test_a_wrong_value_in_the_deployments_file_is_refused_with_key_and_range(tmp_path: Path) -> None:
     file = tmp_path / "deployment.json"
-    file.write_text(json.dumps({"model": MODEL, "page_tokens": 10}))
+    file.write_text(json.dumps({"model": MODEL, "max_sessions": 0}))
     output = refusal(tmp_path, f"--config={file}")
-    assert f"error: {file}: page_tokens=10: Input should be greater than or equal to 16" in output
+    assert f"error: {file}: max_sessions=0: Input should be greater than or equal to 1" in output
     file.write_text(json.dumps({"model": MODEL, "pages": 10}))
     assert f"error: {file}: pages=10: Extra inputs are not permitted" in refusal(tmp_path, f"--config={file}")
 
@@ -109,7 +113,7 @@ def test_a_stop_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
         assert command.wait_exit() == 0, command.output
     assert answer.error is None
     assert answer.finals[-1] is True
-    assert list(SHM_FOLDER.glob(f"dhs_{os.getuid()}_{command.http_port}_*")) == []
+    assert regions_of(command) == []
     assert command.lines[-2:] == ["stopping tritonserver", "stopped"]
     log = (tmp_path / f"tiny.v1-{command.http_port}" / "server.log").read_text()
     assert "successfully unloaded 'tiny.v1'" in log
@@ -122,4 +126,4 @@ def test_a_stop_during_start_up_is_obeyed(tmp_path: Path) -> None:
         command.process.terminate()
         assert command.wait_exit() == 0
     assert "ready:" not in command.output
-    assert list(SHM_FOLDER.glob(f"dhs_{os.getuid()}_{command.http_port}_*")) == []
+    assert regions_of(command) == []

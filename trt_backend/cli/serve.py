@@ -10,7 +10,14 @@ from rich.console import Console
 
 from trt_backend.build import Deployment
 from trt_backend.config import ConfigError, DeploymentConfig
-from trt_backend.triton.launcher import LOOPBACK, ServerError, ServerOptions, StartInterruptedError, TritonServer
+from trt_backend.triton.launcher import (
+    LOOPBACK,
+    ServerError,
+    ServerOptions,
+    StartInterruptedError,
+    TritonServer,
+    require_free_ports,
+)
 from trt_backend.triton.locate import find_server
 from trt_backend.triton.repository import make_run_folder
 
@@ -38,6 +45,7 @@ def run_server(
     deployment = Deployment.of(config)  # most wrong settings show here, before anything is started
     name = model_name or deployment.folder.resolve().name
     home = find_server(tritonserver)
+    require_free_ports(options)  # before a run folder is made anew that a server on the same ports may be using
     folder = make_run_folder(state_dir.resolve() / f"{name}-{options.http_port}", name, config)
     server = TritonServer(home, folder, name, options)
     console.print(f"tritonserver: {home.binary} ({home.origin})", soft_wrap=True)
@@ -63,7 +71,8 @@ def run_server(
     except ConfigError as error:
         raise ConfigError(f"the model refused to start\n{error}\n(server log: {folder.log})") from error
     finally:
-        console.print("stopping tritonserver")
+        if server.pid is not None:
+            console.print("stopping tritonserver")
         server.stop(lambda message: errors.print(message, style="yellow", markup=False, soft_wrap=True))
     console.print("stopped")
     return 0
