@@ -58,6 +58,14 @@ def test_a_tail_page_that_is_none_leaves_the_ready_page() -> None:
     assert out.tolist() == [[22]]
 
 
+def test_a_session_without_a_tail_has_no_tail_pages() -> None:
+    world = tables()
+    world.tail_first[0] = -1
+    out = np.zeros((1, 3), dtype=np.int32)
+    assert host.locate(world, np.array([[0, 4, 8]], dtype=np.int32), np.zeros(1, dtype=np.int32), out) == 2
+    assert out.tolist() == [[28, -1, -1]]
+
+
 def test_wrong_arguments_are_refused_with_their_numbers() -> None:
     selected = np.zeros((1, 2), dtype=np.int32)
     with pytest.raises(ValueError, match=r"slots\[0\]=2; legal range: -1 to 1"):
