@@ -64,12 +64,15 @@ class DenseState:
             chosen &= visible
         else:
             chosen = _top_k(scores, self._layout.groups[group].top_k) & visible
-        self.selections[group] = torch.cat([self.selections[group], _ascending(chosen, self._layout.groups[group].top_k)])
+        self.selections[group] = torch.cat(
+            [self.selections[group], _ascending(chosen, self._layout.groups[group].top_k)]
+        )
 
-    def read_rows(self, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_rows(self, source: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KvState`."""
-        chosen = self.selections[self._group_of[source]][-self._tokens :]
-        return self._rows[source][chosen.clamp(min=0)], chosen >= 0
+        chosen = self.selections[self._group_of[source]][self.length :][tokens]
+        rows = self._rows[source].index_select(0, chosen.clamp(min=0).flatten())
+        return rows.view(*chosen.shape, -1), chosen >= 0
 
 
 def _top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -130,14 +130,14 @@ class StepState:
             host.topk(scores.numpy(), visible[span], k, out=selected[span])
         self._locations[group] = torch.from_numpy(self._resolve(group, selected))
 
-    def read_rows(self, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_rows(self, source: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KvState`. Rows that the group's resolve missed are fetched from the host first, source by source."""
         engine = self._engine
         group = engine.group_of[source]
-        if self._batch.decodes:
+        if self._batch.decodes and tokens.start == 0:
             memory = engine.memory
             host.fetch_rows(memory.pool.sources[source], memory.arenas.sources[source], engine.plans[group])
-        locations = self._locations[group]
+        locations = self._locations[group][tokens]
         arena = engine.arenas[source]
         rows = arena.index_select(0, locations.clamp_min(0).flatten())
         return rows.view(*locations.shape, -1), locations >= 0
@@ -186,7 +186,5 @@ def _chunks(batch: StepBatch, page_tokens: int) -> list[Chunk]:
     first, slots = batch.decodes, batch.slots
     edges = [first, *(np.flatnonzero(np.diff(slots[first:])) + first + 1).tolist(), len(slots)]
     return [
-        Chunk(a, b, int(slots[a]), int(batch.positions[b - 1]) // page_tokens + 1)
-        for a, b in pairwise(edges)
-        if b > a
+        Chunk(a, b, int(slots[a]), int(batch.positions[b - 1]) // page_tokens + 1) for a, b in pairwise(edges) if b > a
     ]

@@ -55,9 +55,8 @@ class GlmMoeDsa:
         x = self.embedding[pad_rows(tokens)]
         cos, sin = self.rotary.tables(pad_rows(positions))
         step = Step(tokens=len(tokens), cos=cos, sin=sin, state=state)
-        mask = None
         for layer in self.layers:
-            x, mask = layer(x, mask, step)
+            x = layer(x, step)
         if len(logits_of) == 0:
             return x.new_empty(0, self.config.vocab_size)
         wanted = rms_norm(pad_rows(x[logits_of]), self.final_norm, self.config.rms_norm_eps)

@@ -16,8 +16,8 @@ class KvState(Protocol):
     sources and groups are indices into `KvLayout.sources` and `KvLayout.groups`.
 
     In every layer the model calls `write_rows`; in the leader of an index group also `write_index_keys` and then
-    `select`; and last `read_rows`. A token sees itself and what precedes it in its session, so writes must be visible
-    to reads of the same step.
+    `select`; and last `read_rows`, a few tokens at a time. A token sees itself and what precedes it in its session, so
+    writes must be visible to reads of the same step.
     """
 
     def write_rows(self, source: int, rows: torch.Tensor) -> None:
@@ -38,14 +38,17 @@ class KvState(Protocol):
             weights: float32 [T, heads].
         """
 
-    def read_rows(self, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The selected rows of a source whose group has been selected in this step.
+    def read_rows(self, source: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The selected rows of some tokens, in a source whose group has been selected in this step.
+
+        The slices of one layer cover the step from its first token to its last, in order. They are short, because rows
+        that are gathered and used while they are in the cache cost a third of rows gathered for the whole step.
 
         Returns:
-            uint8 [T, K, row_bytes] and bool [T, K], K being exactly the group's `top_k` for every token, so that sums
-            over K never depend on who else is in the step. Attention sums in this order, so a token's order must
-            depend on its selection alone. Where the second is False the row must be zero bytes or any row ever
-            written (finite numbers): its weight is zero, but zero times NaN is not.
+            uint8 [t, K, row_bytes] and bool [t, K] for t tokens, K being exactly the group's `top_k` for every token,
+            so that sums over K never depend on who else is in the step. Attention sums in this order, so a token's
+            order must depend on its selection alone. Where the second is False the row must be zero bytes or any row
+            ever written (finite numbers): its weight is zero, but zero times NaN is not.
         """
 
 
