@@ -14,7 +14,7 @@ $(READY): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[serving,loadtest,test,lint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[serving,test,lint]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps nvidia-pytriton
 	touch $@
 

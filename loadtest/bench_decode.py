@@ -22,6 +22,8 @@ from trt_backend.request import Output, Request
 
 Int32 = npt.NDArray[np.int32]
 console = Console(stderr=True)
+CHUNK = 512
+"""Prompt tokens per step, so that it is known how long imports take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,13 @@ class Result:
 def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens: int) -> float:
     """Median time of a step in which every session decodes, from one session's token to its next, in ms."""
     pages = sum(-(-(len(prompt) + new_tokens) // 64) + 8 for prompt in prompts)
-    config = DeploymentConfig(model=model, residency=residency, max_sessions=len(prompts), device_pages=pages)
+    config = DeploymentConfig(
+        model=model,
+        residency=residency,
+        max_sessions=len(prompts),
+        device_pages=pages,
+        prefill_chunk_tokens=CHUNK,
+    )
     runtime = build_runtime(config)
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
     over = threading.Semaphore(0)
@@ -63,7 +71,7 @@ def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens
     start = max(times[0] for times in arrivals.values())
     end = min(times[-1] for times in arrivals.values())
     steady = [t for t in arrivals[str(len(prompts) - 1)] if start <= t <= end]
-    return statistics.median(np.diff(steady).tolist()) * 1e3
+    return float(statistics.median(np.diff(steady).tolist())) * 1e3
 
 
 def transformers_ms(reference: Any, prompts: list[Int32], new_tokens: int) -> float:
@@ -73,7 +81,7 @@ def transformers_ms(reference: Any, prompts: list[Int32], new_tokens: int) -> fl
 
     ticks: list[float] = []
 
-    class Clock(StoppingCriteria):  # type: ignore[misc]
+    class Clock(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # noqa: ARG002
             ticks.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -88,55 +96,57 @@ def transformers_ms(reference: Any, prompts: list[Int32], new_tokens: int) -> fl
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([Clock()]),
         )
-    return statistics.median(np.diff(ticks).tolist()) * 1e3
+    return float(statistics.median(np.diff(ticks).tolist())) * 1e3
+
+
+def compare(model: str, reference: Any, prompts: list[Int32], tokens: int, reference_tokens: int) -> tuple[float, ...]:
+    """One round: ms of this backend resident, in hisparse, and of transformers, on the same prompts."""
+    importing = sum(-(-len(prompt) // CHUNK) for prompt in prompts)  # steps in which the first session decodes already
+    return (
+        decode_ms(model, Residency.RESIDENT, prompts, tokens + importing),
+        decode_ms(model, Residency.HISPARSE, prompts, tokens + importing),
+        transformers_ms(reference, prompts, reference_tokens),
+    )
+
+
+def summarise(sessions: int, prompt_tokens: int, rounds: list[tuple[float, ...]]) -> Result:
+    """Medians; ratios are taken within a round, so that a drifting machine cancels out."""
+    resident, hisparse, theirs = (list(column) for column in zip(*rounds, strict=True))
+    return Result(
+        sessions,
+        prompt_tokens,
+        statistics.median(resident),
+        statistics.median(hisparse),
+        statistics.median(theirs),
+        statistics.median(t / r for t, r in zip(theirs, resident, strict=True)),
+        statistics.median(t / h for t, h in zip(theirs, hisparse, strict=True)),
+    )
 
 
 def main(
     model: Annotated[str, typer.Option(help="Model name or checkpoint folder.")] = "glm53-tiny",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 2048,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens this backend decodes per repeat.")] = 48,
-    reference_tokens: Annotated[int, typer.Option(min=4, help="Tokens transformers decodes per repeat.")] = 12,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens this backend decodes per round.")] = 48,
+    reference_tokens: Annotated[int, typer.Option(min=4, help="Tokens transformers decodes per round.")] = 12,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure at batch 1 and 8. Ratios are medians of ratios within a repeat, so that a drifting machine cancels out."""
+    """Measure decode steps at batch 1 and 8, this backend and transformers in turn."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(find_model(model), dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(find_model(model), dtype=torch.float32)
     reference.eval()
     rng = np.random.default_rng(0)
     results = []
     with Progress(console=console) as progress:
         for sessions in (1, 8):
-            bar = progress.add_task(f"batch {sessions}", total=repeats * 3)
-            rounds: list[tuple[float, float, float]] = []
-            for _ in range(repeats):
-                prompts = [
-                    rng.integers(10, reference.config.vocab_size, prompt_tokens).astype(np.int32)
-                    for _ in range(sessions)
-                ]
-                times = []
-                for measure in (
-                    lambda p: decode_ms(model, Residency.RESIDENT, p, new_tokens + 32 * (len(p) - 1)),
-                    lambda p: decode_ms(model, Residency.HISPARSE, p, new_tokens + 32 * (len(p) - 1)),
-                    lambda p: transformers_ms(reference, p, reference_tokens),
-                ):
-                    times.append(measure(prompts))
-                    progress.advance(bar)
-                rounds.append((times[0], times[1], times[2]))
-            resident, hisparse, theirs = zip(*rounds, strict=True)
-            results.append(
-                Result(
-                    sessions,
-                    prompt_tokens,
-                    statistics.median(resident),
-                    statistics.median(hisparse),
-                    statistics.median(theirs),
-                    statistics.median(t / r for t, r in zip(theirs, resident, strict=True)),
-                    statistics.median(t / h for t, h in zip(theirs, hisparse, strict=True)),
-                )
-            )
+            rounds = []
+            for _ in progress.track(range(repeats), description=f"batch {sessions}"):
+                shape = (sessions, prompt_tokens)
+                prompts = list(rng.integers(10, reference.config.vocab_size, shape).astype(np.int32))
+                rounds.append(compare(model, reference, prompts, new_tokens, reference_tokens))
+            results.append(summarise(sessions, prompt_tokens, rounds))
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return
