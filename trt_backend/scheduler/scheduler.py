@@ -107,7 +107,7 @@ class Scheduler:
             self.failure = f"{type(error).__name__}: {error}"
             self._intake.close(ErrorCode.INTERNAL, f"the scheduler has failed: {self.failure}")
             self._receive(timeout=0)
-            self._end_all(FinishReason.ERROR, f"the scheduler has failed: {self.failure}")
+            self._abandon(f"the scheduler has failed: {self.failure}")
 
     def _tick(self) -> bool:
         """One round: fences, admissions, a step, messages. False when stopped and nobody is left."""
@@ -120,7 +120,7 @@ class Scheduler:
         self._receive(self._patience(idle=step is None))
         stopping = self._stop_at is not None
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
-            self._end_all(FinishReason.CANCELLED, "the server is stopping")
+            self._cancel_all("the server is stopping")
         return not (stopping and not self._running and not self._waiting and self._intake.empty)
 
     def _patience(self, idle: bool) -> float | None:
@@ -219,11 +219,11 @@ class Scheduler:
     def _fail(self, running: Running, detail: str) -> None:
         self._finish(running, FinishReason.ERROR, RequestError(ErrorCode.INTERNAL, running.request.id, detail))
 
-    def _drop(self, waiting: Waiting, reason: FinishReason, error: RequestError) -> None:
+    def _drop(self, waiting: Waiting, error: RequestError) -> None:
         self._waiting.remove(waiting)
         self._intake.dequeued()
         self._intake.forget(waiting.request.id)
-        waiting.deliver(Output(waiting.request.id, (), reason, error, times=waiting.times))
+        waiting.deliver(Output(waiting.request.id, (), FinishReason.CANCELLED, error, times=waiting.times))
 
     def _cancel(self, cancel: Cancel) -> None:
         for running in self._running:
@@ -238,15 +238,22 @@ class Scheduler:
         for waiting in self._waiting:
             if waiting.request.id == cancel.request_id:
                 error = RequestError(ErrorCode.CANCELLED, cancel.request_id, "cancelled while it waited")
-                self._drop(waiting, FinishReason.CANCELLED, error)
+                self._drop(waiting, error)
                 return
 
-    def _end_all(self, reason: FinishReason, detail: str) -> None:
-        code = ErrorCode.CANCELLED if reason is FinishReason.CANCELLED else ErrorCode.INTERNAL
+    def _cancel_all(self, detail: str) -> None:
         for running in list(self._running):
-            self._finish(running, reason, RequestError(code, running.request.id, detail))
+            error = RequestError(ErrorCode.CANCELLED, running.request.id, detail)
+            self._finish(running, FinishReason.CANCELLED, error)
         for waiting in list(self._waiting):
-            self._drop(waiting, reason, RequestError(code, waiting.request.id, detail))
+            self._drop(waiting, RequestError(ErrorCode.CANCELLED, waiting.request.id, detail))
+
+    def _abandon(self, detail: str) -> None:
+        """Tell everyone that it is over, without touching a state that can't be trusted any more."""
+        everyone: list[Running | Waiting] = [*self._running, *self._waiting]
+        for one in everyone:
+            error = RequestError(ErrorCode.INTERNAL, one.request.id, detail)
+            one.deliver(Output(one.request.id, (), FinishReason.ERROR, error, times=one.times))
 
     def _observe(self) -> Snapshot:
         pages = self._hierarchy.pages.budget

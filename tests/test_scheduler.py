@@ -1,0 +1,282 @@
+"""The scheduler over the real hierarchy, real copies and an engine whose every answer proves its rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tests.arithmetic_engine import VOCAB, ArithmeticEngine, expected
+from tests.serving import Int32
+from trt_backend.config import Residency
+from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
+from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
+from trt_backend.kv.residency import POLICIES
+from trt_backend.kv.tables import SlotTables
+from trt_backend.memory.arena import RowStore
+from trt_backend.memory.cpu import CpuTransfers
+from trt_backend.request import ErrorCode, FinishReason, Output, Request, RequestError, SamplingParams
+from trt_backend.scheduler import Scheduler, SchedulerLimits
+from trt_backend.scheduler.sampling import choose
+
+MAX_LEN = 400
+
+
+@dataclass(eq=False)
+class House:
+    """A scheduler, what is below it, and everything it has delivered."""
+
+    scheduler: Scheduler
+    hierarchy: Hierarchy
+    engine: ArithmeticEngine
+    transfers: CpuTransfers
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+    over: dict[str, threading.Event] = field(default_factory=dict)
+
+    def submit(self, request: Request) -> None:
+        self.outputs[request.id] = []
+        self.over[request.id] = threading.Event()
+        self.scheduler.submit(request, self._deliver)
+
+    def _deliver(self, output: Output) -> None:
+        self.outputs[output.request_id].append(output)
+        if output.finish is not None:
+            self.over[output.request_id].set()
+
+    def wait(self, request_id: str) -> Output:
+        assert self.over[request_id].wait(60), self.scheduler.snapshot()
+        return self.outputs[request_id][-1]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.tokens]
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until an attribute of the snapshot is at least 1."""
+        deadline = time.monotonic() + 30
+        while getattr(self.scheduler.snapshot(), condition) < 1:
+            assert time.monotonic() < deadline, self.scheduler.snapshot()
+            time.sleep(0.001)
+
+    def assert_empty(self) -> None:
+        """Everything is back."""
+        self.hierarchy.poll()
+        self.hierarchy.check()
+        assert self.hierarchy.pages.budget.free == self.hierarchy.sizes.device_pages
+        assert (self.hierarchy.host.used, self.hierarchy.index.used, self.hierarchy.slots.used) == (0, 0, 0)
+
+
+def build(residency: Residency, device_pages: int, slots: int = 8, queue_limit: int = 100, chunk: int = 24) -> House:
+    hot_tokens = 0 if residency is Residency.RESIDENT else 16
+    layout = KvLayout((KvSource("only", 8),), (IndexGroup((0,), 16, 4),), page_tokens=8, hot_tokens=hot_tokens)
+    sizes = PoolSizes(slots, device_pages, host_pages=slots * 50, index_pages=slots * 50)
+    tables = SlotTables.empty(layout, slots, MAX_LEN)
+    arenas, pool = RowStore(layout, sizes.device_pages), RowStore(layout, sizes.host_pages)
+    transfers = CpuTransfers(arenas, pool)
+    hierarchy = Hierarchy(layout, POLICIES[residency], tables, transfers, sizes)
+    engine = ArithmeticEngine(layout, tables, arenas, pool)
+    scheduler = Scheduler(hierarchy, engine, SchedulerLimits(queue_limit, chunk, MAX_LEN))
+    return House(scheduler, hierarchy, engine, transfers)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    """A small hisparse deployment, running."""
+    house = build(Residency.HISPARSE, device_pages=60)
+    house.scheduler.start()
+    yield house
+    house.engine.gate.set()
+    house.scheduler.stop(drain_seconds=0)
+    house.transfers.close()
+
+
+def prompt(length: int, seed: int = 0) -> Int32:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
+
+
+@pytest.mark.parametrize(("residency", "pages"), [(Residency.RESIDENT, 120), (Residency.HISPARSE, 60)])
+def test_every_request_gets_its_own_answer_when_many_share_a_small_pool(residency: Residency, pages: int) -> None:
+    house = build(residency, pages)
+    rng = np.random.default_rng(3)
+    requests = [Request(f"r{i}", prompt(int(rng.integers(1, 200)), i), int(rng.integers(1, 150))) for i in range(60)]
+    for request in requests:
+        house.submit(request)
+    house.scheduler.start()
+    for request in requests:
+        assert house.wait(request.id).finish is FinishReason.LENGTH
+        assert house.tokens(request.id) == expected(request.prompt, request.max_tokens)
+        assert sum(output.finish is not None for output in house.outputs[request.id]) == 1
+    house.scheduler.stop(drain_seconds=5)
+    house.transfers.close()
+    house.assert_empty()
+
+
+def test_prompts_go_on_in_chunks_while_others_decode(house: House) -> None:
+    house.submit(Request("decoding", prompt(5), 60))
+    house.wait_for("decoding")
+    house.submit(Request("importing", prompt(240, 1), 3))
+    house.wait("importing")
+    house.wait("decoding")
+    mixed = [prefill for decodes, prefill in house.engine.batches if decodes and prefill]
+    assert sum(mixed) >= 200
+    assert max(prefill for _, prefill in house.engine.batches) == 24
+
+
+def test_an_end_token_ends_the_answer_and_is_its_last_token(house: House) -> None:
+    answer = expected(prompt(30), 40)
+    end = answer[7]
+    house.submit(Request("r", prompt(30), 40, end_ids=frozenset({end})))
+    assert house.wait("r").finish is FinishReason.STOP
+    assert house.tokens("r") == answer[: answer.index(end) + 1]
+
+
+def test_a_cancelled_request_stops_and_leaves_the_others_alone(house: House) -> None:
+    house.submit(Request("other", prompt(90, 1), 200))
+    house.submit(Request("doomed", prompt(90, 2), 300))
+    house.wait_for("decoding")
+    house.scheduler.cancel("doomed")
+    last = house.wait("doomed")
+    assert last.finish is FinishReason.CANCELLED
+    assert str(last.error).startswith("CANCELLED id=doomed cancelled after ")
+    house.wait("other")
+    assert house.tokens("other") == expected(prompt(90, 1), 200)
+
+
+def test_a_request_can_be_cancelled_while_it_waits(house: House) -> None:
+    house.engine.gate.clear()
+    for i in range(12):
+        house.submit(Request(f"r{i}", prompt(100, i), 200))
+    house.scheduler.cancel("r11")
+    house.engine.gate.set()
+    assert str(house.wait("r11").error) == "CANCELLED id=r11 cancelled while it waited"
+    for i in range(11):
+        house.wait(f"r{i}")
+        assert house.tokens(f"r{i}") == expected(prompt(100, i), 200)
+
+
+def test_the_queue_is_bounded_and_says_so() -> None:
+    house = build(Residency.HISPARSE, device_pages=60, queue_limit=3)
+    for i in range(3):
+        house.submit(Request(f"r{i}", prompt(10), 2))
+    with pytest.raises(RequestError) as refused:
+        house.submit(Request("r3", prompt(10), 2))
+    assert str(refused.value) == ("OVERLOADED id=r3 3 requests wait already; this deployment queues 3 (queue_limit)")
+    house.scheduler.start()
+    for i in range(3):
+        house.wait(f"r{i}")
+    house.submit(Request("r3", prompt(10), 2))
+    assert house.wait("r3").finish is FinishReason.LENGTH
+    house.scheduler.stop(0)
+    house.transfers.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request("r", prompt(0), 5), "the prompt is empty"),
+        (Request("r", prompt(5), 0), "max_tokens=0 must be at least 1"),
+        (Request("r", prompt(5), -3), "max_tokens=-3 must be at least 1"),
+        (Request("r", np.array([5, VOCAB], dtype=np.int32), 5), "outside the vocabulary, 0 to 96"),
+        (
+            Request("r", prompt(350), 51),
+            "max_tokens=51 with a 350-token prompt needs 401 positions; this deployment holds 400 (max_model_len)",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused_twice_alike(house: House, request_: Request, words: str) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^INVALID_ARGUMENT id=r ") as refused:
+            house.submit(request_)
+        assert words in str(refused.value)
+    house.assert_empty()
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(house: House) -> None:
+    house.engine.gate.clear()
+    house.submit(Request("same", prompt(10), 5))
+    with pytest.raises(RequestError, match="already in use"):
+        house.scheduler.submit(Request("same", prompt(10), 5), lambda _: None)
+    house.engine.gate.set()
+    house.wait("same")
+    house.submit(Request("same", prompt(20), 5))
+    house.wait("same")
+    assert house.tokens("same") == expected(prompt(20), 5)
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(house: House) -> None:
+    house.engine.gate.clear()
+    house.submit(Request("in the step", prompt(10), 50))
+    house.engine.fail_next = True
+    house.engine.gate.set()
+    error = house.wait("in the step").error
+    assert error is not None
+    assert error.code is ErrorCode.INTERNAL
+    assert str(error) == "INTERNAL id=in the step the step failed: ArithmeticError: asked to fail"
+    house.submit(Request("later", prompt(40), 20))
+    house.wait("later")
+    assert house.tokens("later") == expected(prompt(40), 20)
+    assert house.scheduler.alive
+
+
+def test_stopping_lets_running_requests_finish_and_cancels_what_is_too_late() -> None:
+    house = build(Residency.HISPARSE, device_pages=60)
+    house.scheduler.start()
+    house.submit(Request("quick", prompt(20), 10))
+    house.scheduler.stop(drain_seconds=30)
+    assert house.tokens("quick") == expected(prompt(20), 10)
+    with pytest.raises(RequestError, match="OVERLOADED id=late the server is stopping"):
+        house.submit(Request("late", prompt(5), 5))
+    house.assert_empty()
+    house = build(Residency.HISPARSE, device_pages=60, slots=2)
+    for i in range(6):
+        house.submit(Request(f"r{i}", prompt(100, i), 300))
+    house.scheduler.start()
+    house.wait_for("decoding")
+    house.scheduler.stop(drain_seconds=0)
+    assert all(house.wait(f"r{i}").finish is FinishReason.CANCELLED for i in range(6))
+    house.transfers.close()
+    house.assert_empty()
+
+
+def test_a_broken_hierarchy_ends_every_request_with_the_reason() -> None:
+    house = build(Residency.HISPARSE, device_pages=60)
+    house.engine.gate.clear()
+    house.scheduler.start()
+    house.submit(Request("first", prompt(50), 50))
+    house.submit(Request("second", prompt(50), 50))
+    house.transfers.stream.close()
+    house.transfers.backup = None  # type: ignore[assignment,method-assign]
+    house.engine.gate.set()
+    for name in ("first", "second"):
+        assert str(house.wait(name).error).startswith(f"INTERNAL id={name} the scheduler has failed: TypeError")
+    assert not house.scheduler.alive
+    with pytest.raises(RequestError, match="INTERNAL id=third the scheduler has failed"):
+        house.submit(Request("third", prompt(5), 5))
+
+
+def test_sampling_depends_on_seed_and_position_alone() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 50)).astype(np.float32)
+    params = [SamplingParams(0.8, 11), SamplingParams(0.0), SamplingParams(0.8, 11)]
+    tokens = choose(logits, params, [40, 41, 42])
+    assert tokens[1] == int(logits[1].argmax())
+    assert tokens[2] == choose(logits[2:], params[2:], [42])[0]
+    again = [choose(logits[:1], [SamplingParams(0.8, seed)], [40])[0] for seed in range(40)]
+    assert len(set(again)) > 5
+
+
+def test_greedy_ties_go_to_the_lower_token() -> None:
+    logits = np.zeros((1, 10), dtype=np.float32)
+    logits[0, [3, 7]] = 2
+    assert choose(logits, [SamplingParams()], [0]) == [3]
+
+
+def test_drawn_tokens_follow_the_softmax() -> None:
+    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], dtype=np.float32))
+    drawn = [choose(logits, [SamplingParams(1.0, seed)], [9])[0] for seed in range(4000)]
+    shares = np.bincount(drawn, minlength=4) / len(drawn)
+    # Four standard deviations of a share of 0.5 among 4,000 draws are 0.032.
+    assert np.abs(shares - [0.5, 0.3, 0.15, 0.05]).max() < 0.032
