@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """The part of a full layer that chooses rows. Its projections are rows of the attention's fused ones."""
+    """The part of a full layer that chooses rows. Its projections are columns of the attention's fused ones."""
 
     group: int
     heads: int
@@ -70,13 +70,13 @@ class Indexer:
 class Attention:
     """Latent attention of one layer.
 
-    | weight | shape | rows of |
+    | weight | shape | columns of |
     |---|---|---|
-    | `input_proj` | [q_rank + rank + rope (+ dim + index heads), hidden] | q_a, kv_a (, indexer wk, weights_proj) |
-    | `query_proj` | [heads * (nope + rope) (+ index heads * dim), q_rank] | q_b (, indexer wq_b) |
+    | `input_proj` | [hidden, q_rank + rank + rope (+ dim + index heads)] | q_a, kv_a (, indexer wk, weights_proj) |
+    | `query_proj` | [q_rank, heads * (nope + rope) (+ index heads * dim)] | q_b (, indexer wq_b) |
     | `to_latent` | [heads, nope, rank] | key half of kv_b |
-    | `from_latent` | [heads, rank, v] | value half of kv_b, transposed |
-    | `output_proj` | [hidden, heads * v] | o_proj |
+    | `from_latent` | [heads, rank, v] | value half of kv_b |
+    | `output_proj` | [heads * v, hidden] | o_proj |
     """
 
     source: int

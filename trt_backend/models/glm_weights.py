@@ -16,7 +16,10 @@ from trt_backend.models.rows import KeyCodec, RowCodec
 
 @dataclass(frozen=True, slots=True)
 class GlmWeights:
-    """Reads the weights of one checkpoint. Every tensor is checked against the shape that `config` gives it."""
+    """Reads the weights of one checkpoint. Every tensor is checked against the shape that `config` gives it.
+
+    Matrices come out input first, as `blocks.linear` takes them.
+    """
 
     checkpoint: Checkpoint
     config: GlmMoeDsaConfig
@@ -24,16 +27,16 @@ class GlmWeights:
 
     def embedding(self) -> torch.Tensor:
         """float32 [vocabulary, hidden]."""
-        return self._matrix("model.embed_tokens", self.config.vocab_size, self.config.hidden_size)
+        return self._table("model.embed_tokens", self.config.vocab_size, self.config.hidden_size)
 
     def final_norm(self) -> torch.Tensor:
         """float32 [hidden]."""
         return self._vector("model.norm", self.config.hidden_size)
 
     def head(self, embedding: torch.Tensor) -> torch.Tensor:
-        """float32 [vocabulary, hidden]: a matrix of its own, or the embedding where they are tied."""
+        """float32 [hidden, vocabulary]: a matrix of its own, or the embedding where they are tied."""
         if self.config.tie_word_embeddings:
-            return embedding
+            return embedding.t()
         return self._matrix("lm_head", self.config.vocab_size, self.config.hidden_size)
 
     def layer(self, number: int) -> Layer:
@@ -75,7 +78,7 @@ class GlmWeights:
                 norm_bias=self.checkpoint.tensor(f"{name}.indexer.k_norm.bias", (dim,)),
                 codec=KeyCodec(self.row_format, dim),
             )
-        expand = self._matrix(f"{name}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), rank)
+        expand = self._table(f"{name}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), rank)
         keys, values = expand.view(heads, -1, rank).tensor_split([config.qk_nope_head_dim], dim=1)
         return Attention(
             source=layer,
@@ -84,8 +87,8 @@ class GlmWeights:
             codec=RowCodec(self.row_format, rank, rope),
             q_norm=self._vector(f"{name}.q_a_layernorm", config.q_lora_rank),
             kv_norm=self._vector(f"{name}.kv_a_layernorm", rank),
-            input_proj=torch.cat(inputs),
-            query_proj=torch.cat(queries),
+            input_proj=torch.cat(inputs, dim=1),
+            query_proj=torch.cat(queries, dim=1),
             to_latent=keys.contiguous(),
             from_latent=values.transpose(1, 2).contiguous(),
             output_proj=self._matrix(f"{name}.o_proj", hidden, heads * config.v_head_dim),
@@ -95,7 +98,7 @@ class GlmWeights:
     def _mlp(self, name: str, width: int) -> Mlp:
         hidden = self.config.hidden_size
         gate_up = [self._matrix(f"{name}.gate_proj", width, hidden), self._matrix(f"{name}.up_proj", width, hidden)]
-        return Mlp(torch.cat(gate_up), self._matrix(f"{name}.down_proj", hidden, width))
+        return Mlp(torch.cat(gate_up, dim=1), self._matrix(f"{name}.down_proj", hidden, width))
 
     def _moe(self, name: str) -> MoE:
         config = self.config
@@ -113,8 +116,11 @@ class GlmWeights:
             shared=self._mlp(f"{name}.shared_experts", width * config.n_shared_experts),
         )
 
+    def _table(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self.checkpoint.tensor(f"{name}.weight", (rows, columns))
+
     def _matrix(self, name: str, outputs: int, inputs: int) -> torch.Tensor:
-        return self.checkpoint.tensor(f"{name}.weight", (outputs, inputs))
+        return self._table(name, outputs, inputs).t().contiguous()
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         return self.checkpoint.tensor(f"{name}.weight", (size,))
