@@ -15,7 +15,7 @@ from trt_backend.build import Runtime, build_runtime, find_model
 from trt_backend.config import DeploymentConfig
 from trt_backend.engines.base import Engine, StepBatch, StepResult
 from trt_backend.kv.hierarchy import Hierarchy
-from trt_backend.request import Output, Request, SamplingParams
+from trt_backend.request import Output, Request
 
 Int32 = npt.NDArray[np.int32]
 
@@ -62,14 +62,14 @@ class Recorder:
 
 
 def serve(
-    config: DeploymentConfig, prompts: list[Int32], max_tokens: int, sampling: SamplingParams | None = None
+    config: DeploymentConfig, prompts: list[Int32], max_tokens: int, recorder: type[Recorder] = Recorder
 ) -> tuple[dict[int, Answer], Runtime]:
-    """Send all prompts at once, wait for the last token. Answers are keyed by the prompts' lengths."""
+    """Send all prompts at once, greedy; wait for the last token. Answers are keyed by the prompts' lengths."""
     answers = {len(prompt): Answer() for prompt in prompts}
     assert len(answers) == len(prompts), "prompts must differ in length"
     runtime = build_runtime(config)
     scheduler = runtime.scheduler
-    scheduler._engine = Recorder(scheduler._engine, runtime.hierarchy, answers)
+    scheduler._engine = recorder(scheduler._engine, runtime.hierarchy, answers)
     over = threading.Semaphore(0)
 
     def deliver(output: Output) -> None:
@@ -80,8 +80,7 @@ def serve(
             over.release()
 
     for prompt in prompts:
-        request = Request(str(len(prompt)), prompt, max_tokens, sampling or SamplingParams())
-        scheduler.submit(request, deliver)
+        scheduler.submit(Request(str(len(prompt)), prompt, max_tokens), deliver)
     scheduler.start()
     for _ in prompts:
         assert over.acquire(timeout=600), f"no answer in 600 s; {scheduler.snapshot()}"

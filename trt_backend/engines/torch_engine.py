@@ -169,7 +169,7 @@ class StepState:
         keys = self._key_pages(group, engine.tables.index_map[slots[owner.numpy()], number], queries.shape[-1])
         lone_queries = pad(queries.unsqueeze(1), (0, 0, 0, 0, 0, TOKEN_BLOCK - 1))  # each token alone in its block
         lone_weights = pad(weights.unsqueeze(1), (0, 0, 0, TOKEN_BLOCK - 1))
-        scored = index_scores(lone_queries[owner], lone_weights[owner], keys)
+        scored = index_scores(lone_queries.index_select(0, owner), lone_weights.index_select(0, owner), keys)
         scores = torch.empty(len(queries), int(pages.max()), keys.shape[1])
         scores[owner, torch.from_numpy(number)] = scored[:, 0]
         return scores.flatten(1)
@@ -177,8 +177,10 @@ class StepState:
     def _key_pages(self, group: int, pages: Int32, dim: int) -> torch.Tensor:
         """Index keys of some pages: float32 [pages, keys of a page, dim]."""
         engine = self._engine
-        stored = engine.keys[group].view(-1, engine.resolver_tables[group].page_rows, engine.keys[group].shape[1])
-        return KeyCodec(engine.row_format, dim).decode(stored[torch.from_numpy(pages.astype(np.int64))])
+        page_keys, key_bytes = engine.resolver_tables[group].page_rows, engine.keys[group].shape[1]
+        # index_select copies a page at a time, where indexing would copy byte by byte.
+        stored = engine.keys[group].view(-1, page_keys * key_bytes).index_select(0, torch.from_numpy(pages))
+        return KeyCodec(engine.row_format, dim).decode(stored.view(-1, page_keys, key_bytes))
 
 
 def _chunks(batch: StepBatch, page_tokens: int) -> list[Chunk]:
