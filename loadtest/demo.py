@@ -49,6 +49,7 @@ class Stream:
     name: str
     prompt: str
     sent: float = 0.0
+    ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     text: str = ""
     error: str | None = None
@@ -78,11 +79,15 @@ class Stream:
             self.arrivals.append(time.perf_counter())
             self.text += text
         if result.get_response().parameters["triton_final_response"].bool_param:
+            self.ended = time.perf_counter()
             self.done.set()
 
     def close(self) -> None:
-        """Leave the stream; a request that still runs is cancelled."""
-        self._client.stop_stream(cancel_requests=True)
+        """Leave the stream; a request that still runs is cancelled.
+
+        One that has ended is not: tritonserver 2.51 then loses count of it, and waits for it when it is to stop.
+        """
+        self._client.stop_stream(cancel_requests=not self.done.is_set())
         self._client.close()
 
 
@@ -178,9 +183,11 @@ def measure(streams: list[Stream], max_tokens: int, grown: dict[str, float]) -> 
     full = generated == max_tokens * len(streams)
     prompts = []
     for stream in streams:
-        # A client sees pieces of text, not tokens. When all streams ran to their limit the tokens are known.
-        tokens = max_tokens if full else len(stream.arrivals)
-        first, last = stream.arrivals[0] - stream.sent, stream.arrivals[-1] - stream.sent
+        # A client sees pieces of text, not tokens. When all streams ran to their limit the tokens are known; a stream
+        # that ended earlier had about one piece a token, and its end token.
+        tokens = max_tokens if full else min(max_tokens, len(stream.arrivals) + 1)
+        arrivals = stream.arrivals or [stream.ended]
+        first, last = arrivals[0] - stream.sent, arrivals[-1] - stream.sent
         prompts.append(
             {
                 "name": stream.name,
@@ -200,7 +207,7 @@ def measure(streams: list[Stream], max_tokens: int, grown: dict[str, float]) -> 
         "prompt_tokens": prompt_tokens,
         "history_pages": -(-prompt_tokens // PAGE_TOKENS),
         "device_pages": DEVICE_PAGES,
-        "tokens_per_second": generated / (max(s.arrivals[-1] for s in streams) - min(s.sent for s in streams)),
+        "tokens_per_second": generated / (max(s.ended for s in streams) - min(s.sent for s in streams)),
         "rows": rows,
         "row_shares": {source: rows[source] / found if found else 0.0 for source in SOURCES},
     }
@@ -229,6 +236,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(f"selected rows came from: {shares} (masked: {report['rows']['masked']})", soft_wrap=True)
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     max_tokens: Annotated[int, typer.Option(min=2, max=1000, help="Tokens to generate for each prompt.")] = 96,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -259,4 +270,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -55,15 +55,19 @@ class Stream:
         return not final
 
     def rest(self) -> Answer:
-        """All responses, then close."""
+        """All responses, then close.
+
+        Cancelling a stream that has just ended makes tritonserver 2.51 lose count of its request, and wait for it when
+        it is to stop.
+        """
         answer = Answer()
         while self.next(answer):
             pass
-        self.close()
+        self.close(cancel=False)
         return answer
 
-    def close(self, cancel: bool = True) -> None:
-        """Leave; a request that still runs is cancelled."""
+    def close(self, cancel: bool) -> None:
+        """Leave; with `cancel`, the request is cancelled if it still runs."""
         self._client.stop_stream(cancel_requests=cancel)
         self._client.close()
 

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.triton.clients import Answer, Stream, make_inputs, wait_until
 from tests.triton.conftest import MODEL
 
 PROMPT = b"import os\n\n\ndef main(argv):\n"
-LONG_PROMPT = (b"import os\n" + b"    value = compute(value, 1)\n" * 100)[:2500]
+LONG_PROMPT = Path(textwrap.__file__).read_bytes()[:4000]
+"""The beginning of a module: a model of Python has much to say after it."""
 
 
 def ask(server: ServeCommand, text: bytes = PROMPT, request_id: str = "", **fields: Any) -> Answer:

@@ -109,7 +109,7 @@ def test_a_stop_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
         command.process.terminate()
         while stream.next(answer):
             pass
-        stream.close()
+        stream.close(cancel=False)
         assert command.wait_exit() == 0, command.output
     assert answer.error is None
     assert answer.finals[-1] is True

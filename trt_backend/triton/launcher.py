@@ -180,7 +180,10 @@ class TritonServer:
             process.send_signal(signal.SIGTERM)
             patience = self.options.drain_seconds + KILL_GRACE_SECONDS
             try:
-                process.wait(patience)
+                if process.wait(patience) != 0:
+                    # Seen in 2.51 after clients were refused by its core or cancelled at the very end: it then waits
+                    # for requests that do not exist any more.
+                    report(f"tritonserver gave up on a clean stop after {self.options.drain_seconds:g} s")
             except subprocess.TimeoutExpired:
                 report(f"tritonserver did not end within {patience:g} s of SIGTERM; killing it")
                 by_itself = False

@@ -70,10 +70,12 @@ class Service:
 
     def stop(self, drain_seconds: float) -> None:
         """Refuse new requests, let running ones finish for `drain_seconds`, cancel the rest, end all threads."""
+        log.info("stopping; %d requests are live", len(self._sinks))
         self._scheduler.stop(drain_seconds)
         self._streamer.stop()
         self._watch.stop()
         self._runtime.close()
+        log.info("stopped")
 
     def submit(self, client_id: str, read: Callable[[str], Fields], sink: Sink) -> None:
         """Serve one request; its answer, even a refusal, comes through `sink`. Any thread; does not block.
@@ -89,13 +91,18 @@ class Service:
             self._streamer.open(request_id, sink, fields.stream, request.end_ids)
             opened = True
             self._scheduler.submit(request, self._streamer.deliver)
+        except RequestError as error:
+            # Without its traceback, which would keep the client's request alive until the last response is gone.
+            self._refuse(request_id, sink, opened, RequestError(error.code, request_id, error.detail))
         except Exception as error:
-            if not isinstance(error, RequestError):
-                log.exception("request %s could not be taken", request_id)
-                error = RequestError(ErrorCode.INTERNAL, request_id, f"{type(error).__name__}: {error}")
-            if not opened:
-                self._streamer.open(request_id, sink, in_pieces=False, end_ids=frozenset())
-            self._streamer.deliver(Output(request_id, finish=FinishReason.ERROR, error=error))
+            log.exception("request %s could not be taken", request_id)
+            detail = f"{type(error).__name__}: {error}"
+            self._refuse(request_id, sink, opened, RequestError(ErrorCode.INTERNAL, request_id, detail))
+
+    def _refuse(self, request_id: str, sink: Sink, opened: bool, error: RequestError) -> None:
+        if not opened:
+            self._streamer.open(request_id, sink, in_pieces=False, end_ids=frozenset())
+        self._streamer.deliver(Output(request_id, finish=FinishReason.ERROR, error=error))
 
     def cancel_all(self) -> None:
         """Cancel whatever runs."""
