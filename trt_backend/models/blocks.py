@@ -43,13 +43,13 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight in blocks of 16 rows: [16 n, in] and [in, out] to [16 n, out].
 
-    Weights stand input first, the transpose of a checkpoint's: read from memory they are a fifth faster so.
+    Weights stand input first, the transpose of a checkpoint's: read from memory they are a fifth faster so. There must
+    be at least 2 outputs, for one would be dispatched as a matrix-vector product.
     """
-    rows, outputs = len(x), weight.shape[1]
-    blocks = rows // ROW_BLOCK
-    if blocks == 1 and outputs > 1:  # a single output would be dispatched as a matrix-vector product
+    blocks = len(x) // ROW_BLOCK
+    if blocks == 1:
         return torch.mm(x, weight)
-    return torch.bmm(x.reshape(blocks, ROW_BLOCK, -1), weight.expand(blocks, -1, -1)).view(rows, outputs)
+    return torch.bmm(x.reshape(blocks, ROW_BLOCK, -1), weight.expand(blocks, -1, -1)).view(len(x), -1)
 
 
 def linear_per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

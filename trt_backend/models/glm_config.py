@@ -40,6 +40,8 @@ _ONLY: dict[str, object] = {
 }
 
 Positive = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=2)]
+"""A dimension of a matrix. One is refused: products with a single output are not batch-invariant (see `blocks`)."""
 
 
 class GlmMoeDsaConfig(BaseModel):
@@ -53,24 +55,24 @@ class GlmMoeDsaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     model_type: Literal["glm_moe_dsa"] = "glm_moe_dsa"
-    vocab_size: Positive
-    hidden_size: Positive
-    intermediate_size: Positive
-    moe_intermediate_size: Positive
+    vocab_size: Width
+    hidden_size: Width
+    intermediate_size: Width
+    moe_intermediate_size: Width
     num_hidden_layers: Positive
     num_attention_heads: Positive
-    q_lora_rank: Positive
-    kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
+    q_lora_rank: Width
+    kv_lora_rank: Width
+    qk_nope_head_dim: Width
     qk_rope_head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    v_head_dim: Positive
-    n_routed_experts: Positive
+    v_head_dim: Width
+    n_routed_experts: Width
     num_experts_per_tok: Positive
     n_shared_experts: Positive = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     index_n_heads: Positive
-    index_head_dim: Positive
+    index_head_dim: Width
     index_topk: Positive
     max_position_embeddings: Positive
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)]
