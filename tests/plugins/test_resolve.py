@@ -51,6 +51,7 @@ def test_equals_the_oracle_over_steps(world: World, threads: Threads) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @relaxed(max_examples=4000)
 @given(worlds(), orders)
 def test_equals_the_oracle_over_many_worlds(world: World, threads: Threads) -> None:

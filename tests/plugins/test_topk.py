@@ -62,6 +62,7 @@ def test_equals_sorting(kind: int, k: int, stride: int, seed: int, threads: Thre
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=5000, deadline=None)
 @cases
 def test_equals_sorting_in_many_cases(kind: int, k: int, stride: int, seed: int, threads: Threads) -> None:
