@@ -42,35 +42,32 @@ def new_state(model: GlmMoeDsa, capacity: int) -> DenseState:
 class Side:
     """Several sessions side by side in one step, each with a `DenseState` of its own (a `KvState`)."""
 
-    def __init__(self, states: list[DenseState]) -> None:
-        self._states = states
-        self._counts = [0] * len(states)
+    def __init__(self) -> None:
+        self._states: list[DenseState] = []
+        self._counts: list[int] = []
 
-    def begin(self, counts: list[int]) -> torch.Tensor:
-        """Start a step of so many tokens of each session; their positions."""
-        self._counts = counts
-        return torch.cat([state.begin(count) for state, count in zip(self._states, counts, strict=True)])
+    def begin(self, states: list[DenseState], counts: list[int]) -> torch.Tensor:
+        """Start a step of so many tokens of each of these sessions; their positions."""
+        self._states, self._counts = states, counts
+        return torch.cat([state.begin(count) for state, count in zip(states, counts, strict=True)])
 
     def write_rows(self, source: int, rows: torch.Tensor) -> None:
-        for state, part in zip(self._states, rows.split(self._counts), strict=True):
+        for state, part in zip(self._states, torch.split(rows, self._counts), strict=True):
             state.write_rows(source, part)
 
     def write_index_keys(self, group: int, keys: torch.Tensor) -> None:
-        for state, part in zip(self._states, keys.split(self._counts), strict=True):
+        for state, part in zip(self._states, torch.split(keys, self._counts), strict=True):
             state.write_index_keys(group, part)
 
     def select(self, group: int, queries: torch.Tensor, weights: torch.Tensor) -> None:
-        parts = zip(self._states, queries.split(self._counts), weights.split(self._counts), strict=True)
-        for state, query, weight in parts:
+        parts = torch.split(queries, self._counts), torch.split(weights, self._counts)
+        for state, query, weight in zip(self._states, *parts, strict=True):
             state.select(group, query, weight)
 
     def read_rows(self, source: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [
-            state.read_rows(source, slice(0, count)) for state, count in zip(self._states, self._counts, strict=True)
-        ]
+        parts = [state.read_rows(source, slice(0, n)) for state, n in zip(self._states, self._counts, strict=True)]
         rows, valid = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-        # Whatever was once written may stand where nothing is selected.
-        rows[~valid] = rows[0, 0].clone()
+        rows[~valid] = rows[0, 0].clone()  # whatever was once written may stand where nothing is selected
         return rows[tokens], valid[tokens]
 
 
@@ -88,21 +85,20 @@ def test_logits_do_not_depend_on_who_else_is_in_the_batch(model: GlmMoeDsa) -> N
     lengths = [150, 33, 1, 97, 64]
     sessions = [random_tokens(length, seed=length) for length in lengths]
     alone = [run(model, tokens, row_format=row_format_of(model)).logits for tokens in sessions]
-    side = Side([new_state(model, length) for length in lengths])
+    side, states = Side(), [new_state(model, length) for length in lengths]
     got: list[list[torch.Tensor]] = [[] for _ in lengths]
     done = [0] * len(lengths)
     generator = torch.Generator().manual_seed(4)
     while any(position < length for position, length in zip(done, lengths, strict=True)):
-        counts = [
-            min(length - position, int(torch.randint(0, 40, (), generator=generator)))
-            for position, length in zip(done, lengths, strict=True)
-        ]
-        if sum(counts) == 0:
+        wanted = torch.randint(0, 40, (len(lengths),), generator=generator).tolist()
+        counts = [min(n, length - position) for n, length, position in zip(wanted, lengths, done, strict=True)]
+        active = [number for number, count in enumerate(counts) if count]
+        if not active:
             continue
-        positions = side.begin(counts)
-        step = torch.cat([t[p : p + n] for t, p, n in zip(sessions, done, counts, strict=True)])
+        positions = side.begin([states[number] for number in active], [counts[number] for number in active])
+        step = torch.cat([sessions[number][done[number] : done[number] + counts[number]] for number in active])
         logits = model.forward(step, positions, side, torch.arange(len(step)))
-        for number, part in enumerate(logits.split(counts)):
+        for number, part in zip(active, torch.split(logits, [counts[number] for number in active]), strict=True):
             got[number].append(part)
             done[number] += counts[number]
     for number, expected in enumerate(alone):
