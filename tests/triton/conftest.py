@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +26,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model without end ids: every answer is as long as it may be, whatever the model has learnt to say."""
+    folder = shutil.copytree(
+        find_model(MODEL), tmp_path_factory.mktemp("models") / MODEL, ignore=shutil.ignore_patterns("generation_*")
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, endless_model: Path) -> Iterator[ServeCommand]:
     """`trt-backend serve` with a small pool, for all tests that leave it as they found it."""
-    options = [f"--model={MODEL}", "--residency=hisparse", "--max-sessions=4"]
+    options = [f"--model={endless_model}", "--residency=hisparse", "--max-sessions=4"]
     options += [f"--max-model-len={SERVER_MODEL_LEN}", "--queue-limit=8"]
     with ServeCommand(tmp_path_factory.mktemp("server"), *options) as command:
         command.wait_ready()

@@ -98,8 +98,8 @@ def test_the_doctor_names_a_server_that_is_missing_and_the_fix(tmp_path: Path) -
     assert "nvidia-pytriton" in findings["tritonserver"].fix
 
 
-def test_generate_prints_the_text_and_then_what_it_took() -> None:
-    options = ["generate", "import os\n", "--max-tokens", "8", "--max-model-len", "512"]
+def test_generate_prints_the_text_and_then_what_it_took(endless_model: Path) -> None:
+    options = ["generate", "import os\n", "--max-tokens", "8", "--max-model-len", "512", "--model", str(endless_model)]
     plain = runner.invoke(app, options)
     assert plain.exit_code == 0, plain.output
     found = json.loads(runner.invoke(app, [*options, "--json"]).stdout)

@@ -99,8 +99,8 @@ def test_a_pool_too_small_for_one_session_is_refused_with_its_range(tmp_path: Pa
     assert re.search(r"device_pages=1 is not legal .*; legal range: \d+ and up", output), output
 
 
-def test_a_stop_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    options = [f"--model={MODEL}", "--max-sessions=2", "--max-model-len=1024", "--model-name=tiny.v1"]
+def test_a_stop_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: Path, endless_model: Path) -> None:
+    options = [f"--model={endless_model}", "--max-sessions=2", "--max-model-len=1024", "--model-name=tiny.v1"]
     with ServeCommand(tmp_path, *options) as command:
         command.wait_ready()
         stream = Stream(command.grpc_port, "tiny.v1", make_inputs(b"import os\n", max_tokens=60, stream=True))
