@@ -9,9 +9,8 @@ import torch
 
 from trt_backend.models.blocks import (
     Mlp,
-    MoE,
     Rotary,
-    Router,
+    halves_first,
     in_pieces,
     layer_norm,
     linear,
@@ -21,6 +20,7 @@ from trt_backend.models.blocks import (
     rotate,
     swiglu,
 )
+from trt_backend.models.experts import MoE, Router
 from trt_backend.models.indexer import index_scores, prompt_scores, token_blocks
 
 SHAPES = [(192, 276), (96, 320), (192, 96), (48, 192), (192, 8), (192, 2048), (33, 17), (64, 2), (7, 3), (768, 192)]
@@ -127,7 +127,7 @@ def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     positions = torch.tensor([0, 1, 5, 1000])
     x = normal(4, 2, 6)
     cos, sin = rotary.tables(positions)
-    rotated = rotate(x, cos, sin)
+    rotated = rotate(halves_first(x.transpose(1, 2), 6).transpose(1, 2), cos, sin)
     pairs = torch.view_as_complex(x.double().view(4, 2, 3, 2))
     angles = positions.double()[:, None, None] * 100.0 ** -(torch.arange(3).double() / 3)
     expected = pairs * torch.polar(torch.ones_like(angles), angles)

@@ -15,10 +15,9 @@ alone takes the plain product, which has that very shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -85,10 +84,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary positions over interleaved pairs of channels (0, 1), (2, 3), ...
+    """Rotary positions over pairs of channels. The first members of all pairs come first, then the second ones.
 
-    Rotated vectors come out as all first members of the pairs, then all second ones. Both sides of every product are
-    rotated by this class, so their order does not matter to it.
+    Models whose pairs are neighbours, (0, 1), (2, 3), ..., have their weights reordered when they are loaded
+    (`halves_first`).
     """
 
     frequencies: torch.Tensor
@@ -99,15 +98,24 @@ class Rotary:
         return cls(1.0 / (theta ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)))
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [T, 1, channels / 2], of int64 [T] positions."""
+        """For `rotate`: float32 [T, 1, channels] each, of int64 [T] positions.
+
+        The first holds cosines twice, the second negated sines and then sines.
+        """
         angles = positions.to(torch.float32).unsqueeze(-1) * self.frequencies
-        return in_pieces(torch.cos, angles).unsqueeze(1), in_pieces(torch.sin, angles).unsqueeze(1)
+        cos, sin = in_pieces(torch.cos, angles), in_pieces(torch.sin, angles)
+        return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+
+def halves_first(weight: torch.Tensor, channels: int) -> torch.Tensor:
+    """Reorder the last `channels` rows of [..., rows, columns]: rows 0, 2, 4, ... of them, then 1, 3, 5, ..."""
+    kept, paired = weight[..., :-channels, :], weight[..., -channels:, :]
+    return torch.cat([kept, paired[..., 0::2, :], paired[..., 1::2, :]], dim=-2)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 [T, heads, channels] by tables of [T, 1, channels / 2]."""
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Rotate float32 [T, heads, channels] by the tables of its tokens."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -126,67 +134,3 @@ class Mlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[16 n, hidden] to the same."""
         return linear(swiglu(linear(x, self.gate_up)), self.down)
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """Chooses experts by sigmoid(score) + bias and weighs them by sigmoid(score) alone (`noaux_tc`, one group).
-
-    `weight` is [hidden, experts] and `bias` [experts].
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    top_k: int
-    normalise: bool
-    scale: float
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[16 n, hidden] to int64 [16 n, top_k] experts, best first and ties to the lower, and float32 weights."""
-        scores = in_pieces(torch.sigmoid, linear(x, self.weight))
-        experts = torch.sort(scores + self.bias, dim=-1, descending=True, stable=True).indices[:, : self.top_k]
-        weights = scores.gather(1, experts)
-        if self.normalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return experts, weights * self.scale
-
-
-@dataclass(frozen=True, slots=True)
-class MoE:
-    """Routed experts, each an `Mlp`, and one that every token takes."""
-
-    router: Router
-    experts: Sequence[Mlp]
-    shared: Mlp
-
-    def __call__(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[16 n, hidden] to the same; rows from `tokens` on are padding and visit no routed expert."""
-        experts, weights = self.router(x)
-        out = self.shared(x)
-        out[:tokens] += self._routed(x, experts[:tokens], weights[:tokens])
-        return out
-
-    def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum over a token's experts, in its own order, of weight * expert(x)."""
-        tokens, top_k = experts.shape
-        chosen = experts.numpy().ravel()
-        order = np.argsort(chosen, kind="stable")
-        counts = np.bincount(chosen, minlength=len(self.experts))
-        room = -(-counts // ROW_BLOCK) * ROW_BLOCK  # every expert's tokens fill whole blocks
-        starts = np.cumsum(room) - room
-        places = np.arange(len(order)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        source = np.zeros(int(room.sum()), dtype=np.int64)  # a padding row is a copy of token 0
-        source[places] = order // top_k
-        place_of = np.empty_like(order)
-        place_of[order] = places
-
-        grouped = x[torch.from_numpy(source)]
-        done = torch.empty_like(grouped)
-        for expert in np.flatnonzero(counts).tolist():
-            block = slice(starts[expert], starts[expert] + room[expert])
-            done[block] = self.experts[expert](grouped[block])
-        terms = done[torch.from_numpy(place_of)].view(tokens, top_k, -1) * weights.unsqueeze(-1)
-        total = terms[:, 0]
-        for choice in range(1, top_k):
-            total = total + terms[:, choice]
-        return total

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trt_backend.models.blocks import Mlp, MoE, layer_norm, linear, linear_per_head, pad_rows, rms_norm, rotate
+from trt_backend.models.blocks import Mlp, layer_norm, linear, linear_per_head, pad_rows, rms_norm, rotate
+from trt_backend.models.experts import MoE
 from trt_backend.models.rows import KeyCodec, RowCodec
 from trt_backend.models.state import KvState
 
@@ -31,7 +32,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one step share. `cos` and `sin` are float32 [16 n, 1, rope / 2]."""
+    """What all layers of one step share. `cos` and `sin` are the tables of `blocks.Rotary`, float32 [16 n, 1, rope]."""
 
     tokens: int
     cos: torch.Tensor
@@ -41,7 +42,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """The part of a full layer that chooses rows. Its projections are columns of the attention's fused ones."""
+    """The part of a full layer that chooses rows. Its projections are columns of the attention's fused ones.
+
+    A query's or key's channels stand with the rotated ones last, in halves (the checkpoint has them first, in pairs).
+    """
 
     group: int
     heads: int
@@ -57,10 +61,11 @@ class Indexer:
             keys: float32 [16 n, dim], neither normed nor rotated.
             weights: float32 [16 n, heads], not yet scaled.
         """
-        rope, dim = 2 * step.cos.shape[-1], self.codec.dim
+        dim = self.codec.dim
+        still = dim - step.cos.shape[-1]
         normed = layer_norm(keys, self.norm_weight, self.norm_bias, INDEX_NORM_EPS).unsqueeze(1)
         both = torch.cat([queries.view(-1, self.heads, dim), normed], dim=1)
-        both = torch.cat([rotate(both[..., :rope], step.cos, step.sin), both[..., rope:]], dim=-1)
+        both = torch.cat([both[..., :still], rotate(both[..., still:], step.cos, step.sin)], dim=-1)
         scale = float((self.heads * dim) ** -0.5)
         step.state.write_index_keys(self.group, self.codec.encode(both[: step.tokens, -1]))
         step.state.select(self.group, both[: step.tokens, :-1].contiguous(), weights[: step.tokens] * scale)
@@ -77,6 +82,8 @@ class Attention:
     | `to_latent` | [heads, nope, rank] | key half of kv_b |
     | `from_latent` | [heads, rank, v] | value half of kv_b |
     | `output_proj` | [heads * v, hidden] | o_proj |
+
+    Rotated channels stand in halves, where the checkpoint has them in pairs.
     """
 
     source: int

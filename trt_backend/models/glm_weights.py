@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from trt_backend.config import RowFormat
-from trt_backend.models.blocks import Mlp, MoE, Router
+from trt_backend.models.blocks import Mlp, halves_first
 from trt_backend.models.checkpoint import Checkpoint
+from trt_backend.models.experts import MoE, Router
 from trt_backend.models.glm_config import GlmMoeDsaConfig
 from trt_backend.models.glm_layers import Attention, Indexer, Layer
 from trt_backend.models.rows import KeyCodec, RowCodec
@@ -60,22 +61,25 @@ class GlmWeights:
             config.kv_lora_rank,
             config.qk_rope_head_dim,
         )
+        query = self._table(f"{name}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
         inputs = [
-            self._matrix(f"{name}.q_a_proj", config.q_lora_rank, hidden),
-            self._matrix(f"{name}.kv_a_proj_with_mqa", rank + rope, hidden),
+            self._table(f"{name}.q_a_proj", config.q_lora_rank, hidden),
+            halves_first(self._table(f"{name}.kv_a_proj_with_mqa", rank + rope, hidden), rope),
         ]
-        queries = [self._matrix(f"{name}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)]
+        queries = [halves_first(query.view(heads, -1, config.q_lora_rank), rope).flatten(0, 1)]
         indexer = None
         if config.indexer_types[layer] == "full":
             dim, index_heads = config.index_head_dim, config.index_n_heads
-            inputs.append(self._matrix(f"{name}.indexer.wk", dim, hidden))
-            inputs.append(self._matrix(f"{name}.indexer.weights_proj", index_heads, hidden))
-            queries.append(self._matrix(f"{name}.indexer.wq_b", index_heads * dim, config.q_lora_rank))
+            index_query = self._table(f"{name}.indexer.wq_b", index_heads * dim, config.q_lora_rank)
+            inputs.append(_rotated_last(self._table(f"{name}.indexer.wk", dim, hidden), rope))
+            inputs.append(self._table(f"{name}.indexer.weights_proj", index_heads, hidden))
+            queries.append(_rotated_last(index_query.view(index_heads, dim, -1), rope).flatten(0, 1))
+            norm_bias = self.checkpoint.tensor(f"{name}.indexer.k_norm.bias", (dim,))
             indexer = Indexer(
                 group=config.full_layers.index(layer),
                 heads=index_heads,
-                norm_weight=self._vector(f"{name}.indexer.k_norm", dim),
-                norm_bias=self.checkpoint.tensor(f"{name}.indexer.k_norm.bias", (dim,)),
+                norm_weight=_rotated_last(self._vector(f"{name}.indexer.k_norm", dim).unsqueeze(1), rope).squeeze(1),
+                norm_bias=_rotated_last(norm_bias.unsqueeze(1), rope).squeeze(1),
                 codec=KeyCodec(self.row_format, dim),
             )
         expand = self._table(f"{name}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), rank)
@@ -87,8 +91,8 @@ class GlmWeights:
             codec=RowCodec(self.row_format, rank, rope),
             q_norm=self._vector(f"{name}.q_a_layernorm", config.q_lora_rank),
             kv_norm=self._vector(f"{name}.kv_a_layernorm", rank),
-            input_proj=torch.cat(inputs, dim=1),
-            query_proj=torch.cat(queries, dim=1),
+            input_proj=torch.cat(inputs).t().contiguous(),
+            query_proj=torch.cat(queries).t().contiguous(),
             to_latent=keys.contiguous(),
             from_latent=values.transpose(1, 2).contiguous(),
             output_proj=self._matrix(f"{name}.o_proj", hidden, heads * config.v_head_dim),
@@ -124,3 +128,8 @@ class GlmWeights:
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         return self.checkpoint.tensor(f"{name}.weight", (size,))
+
+
+def _rotated_last(weight: torch.Tensor, channels: int) -> torch.Tensor:
+    """Move the first `channels` rows of [..., rows, columns], in pairs, to the end, in halves."""
+    return halves_first(torch.cat([weight[..., channels:, :], weight[..., :channels, :]], dim=-2), channels)
