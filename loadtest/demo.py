@@ -194,6 +194,7 @@ def measure(streams: list[Stream], max_tokens: int, grown: dict[str, float]) -> 
                 "ttft_ms": 1e3 * first,
                 "tpot_ms": 1e3 * (last - first) / max(1, tokens - 1),
                 "tokens": tokens,
+                "tokens_are_exact": full,
                 "tokens_per_second": tokens / last,
                 "text": stream.text,
             }
@@ -223,7 +224,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             prompt["name"],
             f"{prompt['ttft_ms']:.0f}",
             f"{prompt['tpot_ms']:.1f}",
-            str(prompt["tokens"]),
+            str(prompt["tokens"]) if prompt["tokens_are_exact"] else f"≈ {prompt['tokens']}",
             f"{prompt['tokens_per_second']:.1f}",
         )
     console.print(table)
