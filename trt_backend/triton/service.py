@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -64,6 +65,9 @@ class Service:
 
     def start(self) -> None:
         """Start serving."""
+        # What is loaded stays: without this the collector walks it again and again, 8% of a small model's decoding.
+        gc.collect()
+        gc.freeze()
         self._scheduler.start()
         self._streamer.start()
         self._watch.start()
