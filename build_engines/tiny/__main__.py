@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from . import corpus as corpora
 from .checkpoint import read_checkpoint, write_checkpoint
 from .config import CHECKPOINT_DIR, WORK_DIR, TinyConfig
-from .evaluate import evaluate, read_evaluation
+from .evaluate import EVALUATION_FILE, PROSE_FILE, evaluate, read_evaluation
 from .network import TinyGlm
 from .plots import plot_positions, plot_training
 from .sample import continue_text
@@ -27,6 +28,7 @@ from .train import StepReport, Trainer, run
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 STATE = WORK_DIR / "state.pt"
 LOG = CHECKPOINT_DIR / "training.csv"
+PROSE_WINDOWS = 4
 Threads = Annotated[int, typer.Option(help="cores to use")]
 COLUMNS = (
     TextColumn("{task.description}"),
@@ -66,10 +68,12 @@ def prepare() -> None:
     config, root = TinyConfig(), corpora.stdlib_root()
     files = corpora.scan(root)
     corpora.write_manifest(files)
-    texts = (corpora.read_text(root, f)[0] for f in files if not f.held_out)
+    texts = (corpora.read_text(root, f)[0] for f in files if f.role == "train")
     save_tokenizer(train_tokenizer(texts, config.vocab_size), CHECKPOINT_DIR, config.max_position_embeddings)
     (WORK_DIR / "tokens.npz").unlink(missing_ok=True)
-    typer.echo(f"{len(files)} files, {sum(f.size for f in files)} bytes, {sum(f.held_out for f in files)} held out")
+    typer.echo(
+        f"{len(files)} files, {sum(f.size for f in files)} bytes, {sum(f.role == 'held_out' for f in files)} held out"
+    )
 
 
 @app.command()
@@ -113,26 +117,28 @@ def evaluate_checkpoint(
     limit: Annotated[int, typer.Option(help="contexts to read at most")] = 1000,
     threads: Threads = 2,
 ) -> None:
-    """Score the checkpoint on the held-out files and write evaluation.json."""
+    """Score the checkpoint on the held-out files, and on the prose file by itself; write both as JSON."""
     _settle()
-    text = _corpus(CHECKPOINT_DIR).held_out
-    total = 2 * min(limit, (len(text) - 1) // window)
-    with Progress(*COLUMNS, refresh_per_second=1) as progress:
-        task = progress.add_task("windows", total=total)
-        result = evaluate(
-            read_checkpoint(CHECKPOINT_DIR),
-            text,
-            token_bytes(load_tokenizer(CHECKPOINT_DIR)),
-            window=window,
-            limit=limit,
-            workers=threads,
-            on_window=lambda: progress.advance(task),
-        )
-    result.write(CHECKPOINT_DIR)
-    for name, score in (("sparse", result.sparse), ("dense", result.dense)):
-        typer.echo(f"{name}: {score.bits_per_byte} bits/byte, {score.nats_per_token} nats/token")
-        for bucket in score.by_position:
-            typer.echo(f"  {bucket.start:5d}-{bucket.stop:<5d} {bucket.bits_per_byte}")
+    network, text = read_checkpoint(CHECKPOINT_DIR), _corpus(CHECKPOINT_DIR)
+    bytes_of = token_bytes(load_tokenizer(CHECKPOINT_DIR))
+    for file, tokens, most in ((EVALUATION_FILE, text.held_out, limit), (PROSE_FILE, text.prose, PROSE_WINDOWS)):
+        with Progress(*COLUMNS, refresh_per_second=1) as progress:
+            task = progress.add_task(file, total=2 * min(most, (len(tokens) - 1) // window))
+            result = evaluate(
+                network,
+                tokens,
+                bytes_of,
+                window=window,
+                limit=most,
+                workers=threads,
+                on_window=partial(progress.advance, task),
+            )
+        result.write(CHECKPOINT_DIR / file)
+        typer.echo(f"{file}: {result.tokens} tokens, {result.bytes} bytes")
+        for name, score in (("sparse", result.sparse), ("dense", result.dense)):
+            typer.echo(f"  {name}: {score.bits_per_byte} bits/byte, {score.nats_per_token} nats/token")
+            for bucket in score.by_position:
+                typer.echo(f"    {bucket.start:5d}-{bucket.stop:<5d} {bucket.bits_per_byte}")
 
 
 @app.command()
@@ -143,6 +149,7 @@ def sample(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Continue a prompt."""
+    torch.set_num_threads(1)
     network, tokenizer = read_checkpoint(CHECKPOINT_DIR), load_tokenizer(CHECKPOINT_DIR)
     typer.echo(continue_text(network, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
 
@@ -152,7 +159,7 @@ def plot(folder: Annotated[Path, typer.Option(help="where the pictures go")] = P
     """Draw the training loss and the bits per byte by position."""
     folder.mkdir(parents=True, exist_ok=True)
     plot_training(LOG, folder / "glm53-tiny-training.png")
-    plot_positions(read_evaluation(CHECKPOINT_DIR), folder / "glm53-tiny-positions.png")
+    plot_positions(read_evaluation(CHECKPOINT_DIR / EVALUATION_FILE), folder / "glm53-tiny-positions.png")
     typer.echo(f"wrote 2 pictures to {folder}")
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .network import TinyGlm
 
 EVALUATION_FILE = "evaluation.json"
+PROSE_FILE = "evaluation-prose.json"
 # Doubling while the context is short, then a thousand at a time.
 BUCKETS = (0, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 
@@ -50,14 +51,14 @@ class Evaluation:
     sparse: Score
     dense: Score
 
-    def write(self, folder: Path) -> None:
-        """Record as `evaluation.json`."""
-        (folder / EVALUATION_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def write(self, file: Path) -> None:
+        """Record as JSON."""
+        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_evaluation(folder: Path) -> Evaluation:
-    """Read `evaluation.json` back."""
-    raw = json.loads((folder / EVALUATION_FILE).read_text())
+def read_evaluation(file: Path) -> Evaluation:
+    """Read what `write` recorded."""
+    raw = json.loads(file.read_text())
     for kind in ("sparse", "dense"):
         buckets = tuple(Bucket(**bucket) for bucket in raw[kind]["by_position"])
         raw[kind] = Score(raw[kind]["bits_per_byte"], raw[kind]["nats_per_token"], buckets)

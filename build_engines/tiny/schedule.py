@@ -78,14 +78,16 @@ class Plan:
 
 FULL_PLAN = Plan(
     (
-        Stage("dense", 256, 8, 700),
-        Stage("dense", 512, 4, 300),
-        Stage("dense", 1024, 2, 80),
-        Stage("dense", 2048, 2, 8),
-        Stage("indexer", 1024, 2, 60),
-        Stage("indexer", 4096, 2, 4),
-        Stage("sparse", 2048, 2, 20),
-        Stage("sparse", 4096, 2, 8),
-        Stage("sparse", 8192, 2, 3),
+        Stage("dense", 256, 8, 1100),
+        Stage("dense", 512, 4, 950),
+        Stage("dense", 1024, 2, 350),
+        Stage("dense", 2048, 2, 30),
+        Stage("indexer", 1024, 2, 120),
+        Stage("indexer", 4096, 2, 6),
+        Stage("sparse", 2048, 2, 60),
+        Stage("sparse", 4096, 2, 16),
+        Stage("sparse", 8192, 2, 6),
+        Stage("sparse", 4096, 2, 100),
+        Stage("sparse", 8192, 2, 36),
     )
 )

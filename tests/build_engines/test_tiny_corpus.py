@@ -16,12 +16,13 @@ from build_engines.tiny.tokenizer import end_of_text, load_tokenizer
 def test_the_manifest_adds_up() -> None:
     head = json.loads(corpora.MANIFEST.read_text())
     files = corpora.read_manifest()
-    held = [file for file in files if file.held_out]
+    held = [file for file in files if file.role == "held_out"]
     assert head["files"] == len(files)
     assert head["bytes"] == sum(file.size for file in files)
     assert head["held_out_files"] == len(held)
     assert head["held_out_bytes"] == sum(file.size for file in held)
     assert 0.02 < head["held_out_bytes"] / head["bytes"] < 0.08
+    assert max(file.size for file in held) < head["held_out_bytes"] / 4
 
 
 def test_the_manifest_is_sorted_relative_and_split_by_name() -> None:
@@ -31,7 +32,8 @@ def test_the_manifest_is_sorted_relative_and_split_by_name() -> None:
     assert all(name.endswith(".py") and not name.startswith("/") and ".." not in name for name in names)
     assert not any("site-packages" in name for name in names)
     assert all(len(file.sha256) == 64 for file in files)
-    assert [file.held_out for file in files] == [corpora.is_held_out(name) for name in names]
+    assert [file.role for file in files] == [corpora.role_of(name) for name in names]
+    assert [file.path for file in files if file.role == "prose"] == [corpora.PROSE]
 
 
 @pytest.fixture
@@ -69,7 +71,8 @@ def test_a_changed_file_is_refused(library: Path) -> None:
 def test_documents_are_separated_and_the_split_is_kept(library: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(CHECKPOINT_DIR)
     files = [
-        corpora.SourceFile(file.path, file.sha256, file.size, file.path == "z.py") for file in corpora.scan(library)
+        corpora.SourceFile(file.path, file.sha256, file.size, "held_out" if file.path == "z.py" else "train")
+        for file in corpora.scan(library)
     ]
     corpus = corpora.encode_corpus(library, files, tokenizer, tmp_path / "cache" / "tokens.npz")
     end = end_of_text(tokenizer)

@@ -123,8 +123,8 @@ def test_a_selection_holds_the_best_scores_of_the_past_only() -> None:
 def test_an_evaluation_reads_back_and_buckets_by_position(tmp_path: Path) -> None:
     torch.manual_seed(4)
     result = evaluate(TinyGlm(SPARSE).eval(), TEXT, ONE_BYTE_EACH, window=100, limit=2, workers=2)
-    result.write(tmp_path)
-    assert read_evaluation(tmp_path) == result
+    result.write(tmp_path / "score.json")
+    assert read_evaluation(tmp_path / "score.json") == result
     assert (result.windows, result.tokens, result.bytes) == (2, 200, 200)
     assert [(bucket.start, bucket.stop) for bucket in result.sparse.by_position] == [(0, 64), (64, 100)]
     weighted = sum(b.bits_per_byte * (b.stop - b.start) for b in result.sparse.by_position) / 100
