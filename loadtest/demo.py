@@ -39,6 +39,9 @@ DEVICE_PAGES = 64
 PAGE_TOKENS = 64
 SOURCES = ("direct", "hot", "host")
 PANEL_LINES = 12
+TEMPERATURE = 0.7
+SEED = 7
+"""Small models repeat themselves when they are greedy. The seed is fixed: the text is the same every time."""
 STREAM_SECONDS = 120.0
 
 
@@ -62,6 +65,8 @@ class Stream:
         inputs = [
             _tensor("text_input", "BYTES", np.array([[self.prompt.encode()]], dtype=np.object_)),
             _tensor("max_tokens", "INT32", np.array([[max_tokens]], dtype=np.int32)),
+            _tensor("temperature", "FP32", np.array([[TEMPERATURE]], dtype=np.float32)),
+            _tensor("seed", "UINT64", np.array([[SEED]], dtype=np.uint64)),
             _tensor("stream", "BOOL", np.array([[True]])),
         ]
         self.sent = time.perf_counter()

@@ -35,8 +35,8 @@ class Stack:
     def __repr__(self):
         return "%s(%r)" % (self.__class__.__name__, self.items)
 '''
-# Nats per token; an untrained network has log(2048) = 7.6.
-SNIPPET_CEILING = 3.6
+# Nats per token. The shipped weights reach 2.61; an untrained network has log(2048) = 7.62.
+SNIPPET_CEILING = 2.9
 
 
 @pytest.fixture(scope="module")
