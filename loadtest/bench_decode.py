@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import threading
 import time
@@ -86,6 +87,7 @@ def transformers_ms(reference: Any, prompts: list[Int32], new_tokens: int) -> fl
             ticks.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     batch = torch.from_numpy(np.stack(prompts).astype(np.int64))
     with torch.inference_mode():
         reference.generate(

@@ -81,16 +81,14 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     """
     deployment = Deployment.of(config)
     progress("importing torch")
-    # torch takes seconds to import, and everything above is checked without it
-    import torch
-
+    # These import torch, which takes seconds; everything above is checked without it.
     from plugins.host import HotState
     from trt_backend.engines.torch_engine import DeviceMemory, TorchEngine
     from trt_backend.memory.arena import IndexKeyStore, RowStore
-    from trt_backend.memory.cpu import CpuTransfers
+    from trt_backend.memory.cpu import CpuTransfers, keep_freed_memory
     from trt_backend.models.registry import load_model
 
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    keep_freed_memory()
     progress(f"loading {deployment.folder.name}")
     model = load_model(deployment.folder, config.row_format)
     layout, sizes = deployment.layout, deployment.sizes
@@ -102,7 +100,8 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     hierarchy = Hierarchy(layout, deployment.policy, tables, transfers, sizes)
     hot = HotState.empty(len(layout.groups), sizes.slots, layout.hot_tokens)
     memory = DeviceMemory(arenas, pool, IndexKeyStore(layout, sizes.index_pages), hot)
-    engine = TorchEngine(model, layout, config.row_format, tables, memory)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    engine = TorchEngine(model, layout, config.row_format, tables, memory, threads)
     limits = SchedulerLimits(config.queue_limit, config.prefill_chunk_tokens, deployment.max_model_len)
     return Runtime(deployment, hierarchy, Scheduler(hierarchy, engine, limits), transfers.close)
 

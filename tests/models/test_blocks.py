@@ -43,7 +43,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def moe(top_k: int = 2, *, normalise: bool = True, experts: int = 8) -> MoE:
-    return MoE(
+    return MoE.of(
         router=Router(normal(64, experts, seed=1) / 8, normal(experts, seed=2) * 0.1, top_k, normalise, 2.5),
         experts=[Mlp(normal(64, 48, seed=10 + i) / 8, normal(24, 64, seed=30 + i) / 5) for i in range(experts)],
         shared=Mlp(normal(64, 96, seed=3) / 8, normal(48, 64, seed=4) / 7),
@@ -168,7 +168,9 @@ def test_a_mixture_is_the_weighed_sum_of_its_experts_and_the_shared_one(tokens: 
     expected = mixture.shared(pad_rows(x))[:tokens]
     for token in range(tokens):
         for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
-            expected[token] += mixture.experts[expert](pad_rows(x[token : token + 1]))[0] * weight
+            expected[token] += (
+                Mlp(mixture.gate_up[expert], mixture.down[expert])(pad_rows(x[token : token + 1]))[0] * weight
+            )
     torch.testing.assert_close(mixture(pad_rows(x), tokens)[:tokens], expected)
 
 

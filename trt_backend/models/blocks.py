@@ -45,10 +45,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Weights stand input first, the transpose of a checkpoint's: read from memory they are a fifth faster so. There must
     be at least 2 outputs, for one would be dispatched as a matrix-vector product.
     """
-    blocks = len(x) // ROW_BLOCK
+    rows = x.shape[0]
+    blocks = rows // ROW_BLOCK
     if blocks == 1:
         return torch.mm(x, weight)
-    return torch.bmm(x.reshape(blocks, ROW_BLOCK, -1), weight.expand(blocks, -1, -1)).view(len(x), -1)
+    return torch.bmm(x.reshape(blocks, ROW_BLOCK, -1), weight.expand(blocks, -1, -1)).view(rows, -1)
 
 
 def linear_per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     """An element-wise function of [T, n], a few rows at a time."""
     rows = max(1, _PIECE // x.shape[-1])
     rows = rows // 8 * 8 or rows
-    if len(x) <= rows:
+    if x.shape[0] <= rows:
         return function(x)
     return torch.cat([function(piece) for piece in torch.split(x, rows)])
 

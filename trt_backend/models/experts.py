@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trt_backend.models.blocks import ROW_BLOCK, Mlp, in_pieces, linear
+from trt_backend.models.blocks import ROW_BLOCK, Mlp, in_pieces, linear, swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,27 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Routed experts, each an `Mlp`, and one that every token takes."""
+    """Routed experts and one that every token takes.
+
+    The routed ones' weights are stacked: `gate_up` [experts, hidden, 2 n] and `down` [experts, n, hidden], as `Mlp`'s.
+    """
 
     router: Router
-    experts: Sequence[Mlp]
+    gate_up: torch.Tensor
+    down: torch.Tensor
     shared: Mlp
+
+    @classmethod
+    def of(cls, router: Router, experts: Sequence[Mlp], shared: Mlp) -> MoE:
+        """Stack the experts' weights."""
+        gate_up = torch.stack([expert.gate_up for expert in experts])
+        return cls(router, gate_up, torch.stack([expert.down for expert in experts]), shared)
 
     def __call__(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """[16 n, hidden] to the same; rows from `tokens` on are padding and visit no routed expert."""
         experts, weights = self.router(x)
         out = self.shared(x)
-        visit = self._visit_together if len(x) == ROW_BLOCK else self._visit_grouped
+        visit = self._visit_together if x.shape[0] == ROW_BLOCK else self._visit_grouped
         terms = visit(x, experts[:tokens]) * weights[:tokens].unsqueeze(-1)
         total = terms[:, 0]
         for choice in range(1, self.router.top_k):  # one after another: the order must not depend on the batch
@@ -58,14 +68,19 @@ class MoE:
         """As `_visit_grouped`, for a single block of rows: all of it visits every expert that any token has chosen."""
         chosen = experts.numpy()
         used, place = np.unique(chosen, return_inverse=True)
-        done = torch.stack([self.experts[expert](x) for expert in used.tolist()])
-        return done[torch.from_numpy(place.reshape(chosen.shape)), torch.arange(len(experts)).unsqueeze(1)]
+        gate_up, down = self.gate_up, self.down
+        if len(used) < gate_up.shape[0]:
+            picked = torch.from_numpy(used)
+            gate_up, down = gate_up.index_select(0, picked), down.index_select(0, picked)
+        inner = torch.bmm(x.expand(len(used), -1, -1), gate_up)
+        done = torch.bmm(swiglu(inner.flatten(0, 1)).view(len(used), ROW_BLOCK, -1), down)
+        return done[torch.from_numpy(place.reshape(chosen.shape)), torch.arange(len(chosen)).unsqueeze(1)]
 
     def _visit_grouped(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """What each token's experts make of it: [16 n, hidden] and int64 [T, top_k] to float32 [T, top_k, hidden]."""
         chosen = experts.numpy().ravel()
         order = np.argsort(chosen, kind="stable")
-        counts = np.bincount(chosen, minlength=len(self.experts))
+        counts = np.bincount(chosen, minlength=self.gate_up.shape[0])
         room = -(-counts // ROW_BLOCK) * ROW_BLOCK  # every expert's tokens fill whole blocks
         starts = np.cumsum(room) - room
         places = np.arange(len(order)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -78,5 +93,5 @@ class MoE:
         done = torch.empty_like(grouped)
         for expert in np.flatnonzero(counts).tolist():
             block = slice(starts[expert], starts[expert] + room[expert])
-            done[block] = self.experts[expert](grouped[block])
+            done[block] = Mlp(self.gate_up[expert], self.down[expert])(grouped[block])
         return done[torch.from_numpy(place_of)].view(*experts.shape, -1)

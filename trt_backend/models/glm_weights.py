@@ -114,7 +114,7 @@ class GlmWeights:
             normalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
-        return MoE(
+        return MoE.of(
             router=router,
             experts=[self._mlp(f"{name}.experts.{expert}", width) for expert in range(config.n_routed_experts)],
             shared=self._mlp(f"{name}.shared_experts", width * config.n_shared_experts),
