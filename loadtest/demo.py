@@ -152,7 +152,7 @@ def run(server: ServeCommand, streams: list[Stream], max_tokens: int, console: C
     Raises:
         RuntimeError: a stream failed, or took too long.
     """
-    before = server.metrics()
+    before = changes(server, {}, 1)  # the inference that proved the server ready must not count
     try:
         for stream in streams:
             stream.start(server.grpc_port, max_tokens)
@@ -172,7 +172,7 @@ def run(server: ServeCommand, streams: list[Stream], max_tokens: int, console: C
 
 
 def changes(server: ServeCommand, before: dict[str, float], requests: int) -> dict[str, float]:
-    """How the counters have grown; waits until they include the last request."""
+    """How the counters have grown; waits until they include the end of `requests` requests."""
     deadline = time.monotonic() + 5.0
     while True:
         grown = {name: value - before.get(name, 0.0) for name, value in server.metrics().items()}

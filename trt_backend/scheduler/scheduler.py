@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -69,7 +70,13 @@ class Scheduler:
         return self._thread.is_alive() and self.failure is None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        What is loaded by now stays until `stop`, so the garbage collector is kept from walking it again and again:
+        that was 8% of a small model's decoding.
+        """
+        gc.collect()
+        gc.freeze()
         self._snapshot = self._observe()
         self._thread.start()
 
@@ -78,6 +85,7 @@ class Scheduler:
         self._stop_at = time.monotonic() + drain_seconds
         self._intake.close(ErrorCode.OVERLOADED, "the server is stopping")
         self._thread.join()
+        gc.unfreeze()
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Queue a request. `deliver` must not raise and not block.

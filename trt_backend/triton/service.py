@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import threading
@@ -65,9 +64,6 @@ class Service:
 
     def start(self) -> None:
         """Start serving."""
-        # What is loaded stays: without this the collector walks it again and again, 8% of a small model's decoding.
-        gc.collect()
-        gc.freeze()
         self._scheduler.start()
         self._streamer.start()
         self._watch.start()
