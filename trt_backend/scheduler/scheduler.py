@@ -23,6 +23,8 @@ from trt_backend.scheduler.sampling import choose
 log = logging.getLogger(__name__)
 FENCE_WAIT_SECONDS = 0.0005
 """How long the thread sleeps when all it can do is to ask fences again."""
+TRANSFER_PATIENCE_SECONDS = 5.0
+"""How long past the end of its drain time a stopping scheduler waits for copies under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,18 @@ class Scheduler:
             self._take_step(step)
         self._snapshot = self._observe()
         self._receive(self._patience(idle=step is None))
-        stopping = self._stop_at is not None
-        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+        return not self._stopped()
+
+    def _stopped(self) -> bool:
+        """Whether the thread may end: told to, nobody is left, and every page is back (or its copy hangs)."""
+        if self._stop_at is None:
+            return False
+        late = time.monotonic() - self._stop_at
+        if late >= 0:
             self._cancel_all("the server is stopping")
-        return not (stopping and not self._running and not self._waiting and self._intake.empty)
+        if self._running or self._waiting or not self._intake.empty:
+            return False
+        return not self._hierarchy.busy or late >= TRANSFER_PATIENCE_SECONDS
 
     def _patience(self, idle: bool) -> float | None:
         """How long to wait for a message: not at all while there is work, for ever when nothing is under way."""
