@@ -65,7 +65,7 @@ def test_hisparse_equals_resident_whatever_the_batch_and_the_chunk(
     assert device_pages < histories, "the pool must be too small to hold all histories"
     answers, runtime = serve(config, prompts, NEW_TOKENS)
     assert_same(answers, resident)
-    rows = runtime.scheduler.snapshot().rows
+    rows = runtime.scheduler.snapshot().totals.rows
     assert rows.masked == 0
     assert min(rows.direct, rows.hot, rows.host) > 10_000, f"all three ways must be taken: {rows}"
     assert runtime.hierarchy.pages.budget.free == device_pages
@@ -79,7 +79,7 @@ def test_hisparse_equals_resident_in_every_row_format(row_format: RowFormat) -> 
     expected, _ = serve(DeploymentConfig(residency=Residency.RESIDENT, **shared), prompts, 40)
     answers, runtime = serve(DeploymentConfig(residency=Residency.HISPARSE, **shared), prompts, 40)
     assert_same(answers, expected)
-    assert runtime.scheduler.snapshot().rows.host > 0
+    assert runtime.scheduler.snapshot().totals.rows.host > 0
 
 
 def test_a_session_s_logits_do_not_depend_on_its_neighbours_or_its_chunks() -> None:

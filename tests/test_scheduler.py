@@ -19,9 +19,8 @@ from trt_backend.kv.residency import POLICIES
 from trt_backend.kv.tables import SlotTables
 from trt_backend.memory.arena import RowStore
 from trt_backend.memory.cpu import CpuTransfers
-from trt_backend.request import ErrorCode, FinishReason, Output, Request, RequestError, SamplingParams
+from trt_backend.request import ErrorCode, FinishReason, Output, Request, RequestError
 from trt_backend.scheduler import Scheduler, SchedulerLimits
-from trt_backend.scheduler.sampling import choose
 
 MAX_LEN = 400
 
@@ -163,7 +162,9 @@ def test_the_queue_is_bounded_and_says_so() -> None:
         house.submit(Request(f"r{i}", prompt(10), 2))
     with pytest.raises(RequestError) as refused:
         house.submit(Request("r3", prompt(10), 2))
-    assert str(refused.value) == ("OVERLOADED id=r3 3 requests wait already; this deployment queues 3 (queue_limit)")
+    assert str(refused.value) == (
+        "OVERLOADED id=r3 retry_after_ms=5000 3 requests wait already; this deployment queues 3 (queue_limit)"
+    )
     house.scheduler.start()
     for i in range(3):
         house.wait(f"r{i}")
@@ -255,28 +256,3 @@ def test_a_broken_hierarchy_ends_every_request_with_the_reason() -> None:
     assert not house.scheduler.alive
     with pytest.raises(RequestError, match="INTERNAL id=third the scheduler has failed"):
         house.submit(Request("third", prompt(5), 5))
-
-
-def test_sampling_depends_on_seed_and_position_alone() -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(3, 50)).astype(np.float32)
-    params = [SamplingParams(0.8, 11), SamplingParams(0.0), SamplingParams(0.8, 11)]
-    tokens = choose(logits, params, [40, 41, 42])
-    assert tokens[1] == int(logits[1].argmax())
-    assert tokens[2] == choose(logits[2:], params[2:], [42])[0]
-    again = [choose(logits[:1], [SamplingParams(0.8, seed)], [40])[0] for seed in range(40)]
-    assert len(set(again)) > 5
-
-
-def test_greedy_ties_go_to_the_lower_token() -> None:
-    logits = np.zeros((1, 10), dtype=np.float32)
-    logits[0, [3, 7]] = 2
-    assert choose(logits, [SamplingParams()], [0]) == [3]
-
-
-def test_drawn_tokens_follow_the_softmax() -> None:
-    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], dtype=np.float32))
-    drawn = [choose(logits, [SamplingParams(1.0, seed)], [9])[0] for seed in range(4000)]
-    shares = np.bincount(drawn, minlength=4) / len(drawn)
-    # Four standard deviations of a share of 0.5 among 4,000 draws are 0.032.
-    assert np.abs(shares - [0.5, 0.3, 0.15, 0.05]).max() < 0.032

@@ -158,7 +158,7 @@ class Output:
     """What one step made for one request. Exactly one Output of a request has `finish` set, and it is the last.
 
     `tokens` may be empty only when `finish` is set. `error` is set only with `finish` ERROR, or CANCELLED.
-    `logprobs` has one entry a token if the request asked for them. `prompt_logprobs`, float32 [prompt_tokens - 1],
+    `device_pages` is what it was admitted with. `logprobs` has one entry a token if the request asked for them. `prompt_logprobs`, float32 [prompt_tokens - 1],
     comes once, with the first Output after the prompt: of each prompt token but the first.
     """
 
@@ -168,6 +168,7 @@ class Output:
     error: RequestError | None = None
     rows: RowCounts = field(default_factory=RowCounts)
     times: RequestTimes = field(default_factory=RequestTimes)
+    device_pages: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: npt.NDArray[np.float32] | None = None
 

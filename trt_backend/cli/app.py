@@ -146,11 +146,17 @@ def generate(
     options = dict(locals())
     with readable_errors():
         from trt_backend.cli.generate import run_generate
-        from trt_backend.triton.parse import Fields
+        from trt_backend.triton.inputs import Fields
 
         code = run_generate(
             config=deployment_of(config, {"max_sessions": 1} | _settings(options)),
-            fields=Fields(sys.stdin.read() if prompt == "-" else prompt, max_tokens, temperature, seed, stream),
+            fields=Fields(
+                text=sys.stdin.read() if prompt == "-" else prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                stream=stream,
+            ),
             as_json=as_json,
             errors=errors,
         )

@@ -6,15 +6,16 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 
 from trt_backend.config import DeploymentConfig
 from trt_backend.request import RequestError
-from trt_backend.triton.parse import Fields
+from trt_backend.triton.inputs import Fields
+from trt_backend.triton.outputs import Array, Ended
 from trt_backend.triton.service import Service
-from trt_backend.triton.stream import Ended
 
 ROW_SOURCES = ("direct", "hot", "host")
 
@@ -27,8 +28,9 @@ class TextSink:
         self.text = ""
         self.error: RequestError | None = None
 
-    def send(self, text: str, final: bool) -> None:
+    def send(self, tensors: Mapping[str, Array], final: bool) -> None:
         """Take a piece of text."""
+        text = tensors["text_output"][0].decode()
         self.text += text
         if self._show:
             sys.stdout.write(text + ("\n" if final else ""))

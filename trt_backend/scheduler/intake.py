@@ -5,10 +5,26 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trt_backend.request import Deliver, ErrorCode, Request, RequestError, RequestTimes
+from trt_backend.request import (
+    PRIORITIES,
+    Deliver,
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestError,
+    RequestTimes,
+)
+
+DEPARTURES = 32
+"""The rate at which the queue moves is taken from so many of the latest departures,"""
+DEPARTURE_SECONDS = 30.0
+"""that are not older than this."""
+LONGEST_RETRY_MS = 5000
+"""`retry_after_ms` where nothing is known, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +37,25 @@ class SchedulerLimits:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that has been accepted and has no session yet."""
+    """A request that has been accepted and has no session yet. `overtaken`: by so many that came later."""
 
     request: Request
     deliver: Deliver
     times: RequestTimes
+    overtaken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """The wish to end a request, wherever it is."""
+class End:
+    """The wish to end a request, wherever it is: given up (CANCELLED), or its reader has all it wants (STOP)."""
 
     request_id: str
+    reason: FinishReason
 
 
-Message = Waiting | Cancel
+Message = Waiting | End
 
 
 class Intake:
@@ -55,6 +73,7 @@ class Intake:
         self._lock = threading.Lock()
         self._live: set[str] = set()
         self._queued = 0
+        self._departures: deque[float] = deque(maxlen=DEPARTURES)
         self._closed: RequestError | None = None
 
     def submit(self, request: Request, deliver: Deliver) -> None:
@@ -67,9 +86,9 @@ class Intake:
             self._reserve(request.id)
             self._messages.put(message)
 
-    def cancel(self, request_id: str) -> None:
-        """Pass a cancellation on."""
-        self._messages.put(Cancel(request_id))
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """Pass on that a request shall end."""
+        self._messages.put(End(request_id, reason))
 
     def close(self, code: ErrorCode, reason: str) -> None:
         """Accept nothing more, with this answer; the first one given stays. Wakes the scheduler."""
@@ -97,6 +116,7 @@ class Intake:
         """A request has left the queue."""
         with self._lock:
             self._queued -= 1
+            self._departures.append(time.monotonic())
 
     def forget(self, request_id: str) -> None:
         """A request is over; its id may be used again."""
@@ -114,16 +134,27 @@ class Intake:
                 request_id,
                 f"{self._queued} requests wait already; this deployment queues {self._limits.queue_limit} "
                 "(queue_limit)",
+                retry_after_ms=self._retry_after_ms(),
             )
         self._live.add(request_id)
         self._queued += 1
+
+    def _retry_after_ms(self) -> int:
+        """When the queue will have a place, if requests go on leaving it as they did lately."""
+        gone = [now for now in self._departures if now > time.monotonic() - DEPARTURE_SECONDS]
+        if len(gone) < 2:
+            return LONGEST_RETRY_MS
+        return min(LONGEST_RETRY_MS, max(1, round(1000 * (gone[-1] - gone[0]) / (len(gone) - 1))))
 
     def _fault(self, request: Request) -> str | None:
         tokens = len(request.prompt)
         if tokens == 0:
             return "the prompt is empty; it must have at least 1 token"
-        if request.max_tokens < 1:
-            return f"max_tokens={request.max_tokens} must be at least 1"
+        least = 0 if request.score_prompt else 1
+        if request.max_tokens < least:
+            return f"max_tokens={request.max_tokens} must be at least {least}"
+        if request.priority not in PRIORITIES:
+            return f"priority={request.priority} is not legal; legal range: {PRIORITIES[0]} to {PRIORITIES[-1]}"
         if request.prompt.min() < 0 or request.prompt.max() >= self._vocab_size:
             return f"the prompt has token ids outside the vocabulary, 0 to {self._vocab_size - 1}"
         if request.max_length > self._limits.max_model_len:

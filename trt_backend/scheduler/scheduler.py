@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 import gc
+import heapq
 import logging
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_backend.engines.base import Engine, StepResult
 from trt_backend.kv.budget import Use
 from trt_backend.kv.hierarchy import Hierarchy
 from trt_backend.kv.transfers import PassedFence
-from trt_backend.request import Deliver, ErrorCode, FinishReason, Output, Request, RequestError, RowCounts
-from trt_backend.scheduler.intake import Cancel, Intake, SchedulerLimits, Waiting
-from trt_backend.scheduler.planning import Running, Step, plan_step
-from trt_backend.scheduler.sampling import choose
+from trt_backend.request import (
+    Deliver,
+    ErrorCode,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    RowCounts,
+    TokenLogprob,
+)
+from trt_backend.scheduler.intake import End, Intake, SchedulerLimits, Waiting
+from trt_backend.scheduler.planning import Part, Running, Step, plan_step
+from trt_backend.scheduler.queue import WaitingQueue
+from trt_backend.scheduler.sampling import Choice, Sampler, prompt_logprobs
 
 log = logging.getLogger(__name__)
 FENCE_WAIT_SECONDS = 0.0005
 """How long the thread sleeps when all it can do is to ask fences again."""
 TRANSFER_PATIENCE_SECONDS = 5.0
 """How long past the end of its drain time a stopping scheduler waits for copies under way."""
+OBSERVE_SECONDS = 0.02
+"""A busy scheduler renews its snapshot this often; one that has nothing to do, each time."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been done since the start. `ticks` grows whenever the thread is alive and awake."""
+
+    rows: RowCounts = field(default_factory=RowCounts)
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    admitted: int = 0
+    overtakes: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    ticks: int = 0
+    backed_up_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state after a tick, for metrics. Sessions and pages are counted now; rows, tokens and steps are totals."""
+    """The state after a tick, for metrics: sessions and pages as they are now, and the totals."""
 
     waiting: int = 0
     importing: int = 0
     decoding: int = 0
+    slots: int = 0
     pages: dict[str, int] = field(default_factory=dict)
+    page_tokens: int = 0
     host_pages_used: int = 0
     host_pages: int = 0
-    backed_up_pages: int = 0
-    rows: RowCounts = field(default_factory=RowCounts)
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
+    totals: Totals = field(default_factory=Totals)
 
 
 class Scheduler:
@@ -58,10 +83,12 @@ class Scheduler:
         self._engine = engine
         self._intake = Intake(limits, engine.vocab_size, hierarchy.refusal)
         self._stop_at: float | None = None
-        self._waiting: deque[Waiting] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Running] = []
-        self._totals = Snapshot()
+        self._deadlines: list[tuple[int, str]] = []
+        self._totals = Totals()
         self._snapshot = Snapshot()
+        self._observed_at = 0.0
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # --- any thread ---
@@ -100,7 +127,21 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """End a request, wherever it is, with finish reason "cancelled". Unknown ids are ignored."""
-        self._intake.cancel(request_id)
+        self._intake.end(request_id, FinishReason.CANCELLED)
+
+    def finish(self, request_id: str) -> None:
+        """End a request whose reader has all it wants, with finish reason "stop". Unknown ids are ignored."""
+        self._intake.end(request_id, FinishReason.STOP)
+
+    @property
+    def ticks(self) -> int:
+        """Grows while the thread goes round; see `Totals`."""
+        return self._totals.ticks
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._running) or len(self._waiting) > 0
 
     def snapshot(self) -> Snapshot:
         """The state after the latest tick."""
@@ -120,13 +161,16 @@ class Scheduler:
             self._abandon(f"the scheduler has failed: {self.failure}")
 
     def _tick(self) -> bool:
-        """One round: fences, admissions, a step, messages. False when stopped and nobody is left."""
+        """One round: fences, deadlines, admissions, a step, messages. False when stopped and nobody is left."""
+        self._totals.ticks += 1
         self._hierarchy.poll()
+        self._give_up_late()
         self._admit()
         step = plan_step(self._running, self._hierarchy, self._limits.prefill_chunk_tokens)
         if step is not None:
             self._take_step(step)
-        self._snapshot = self._observe()
+        if step is None or time.monotonic() - self._observed_at > OBSERVE_SECONDS:
+            self._snapshot = self._observe()
         self._receive(self._patience(idle=step is None))
         return not self._stopped()
 
@@ -151,22 +195,26 @@ class Scheduler:
     def _receive(self, timeout: float | None) -> None:
         for message in self._intake.receive(timeout):
             if isinstance(message, Waiting):
-                self._waiting.append(message)
+                self._waiting.push(message)
+                if message.request.deadline_ns is not None:
+                    heapq.heappush(self._deadlines, (message.request.deadline_ns, message.request.id))
             else:
-                self._cancel(message)
+                self._end(message)
 
     def _admit(self) -> None:
-        """First come, first served: nobody overtakes a request that waits for memory."""
-        while self._waiting:
-            request = self._waiting[0].request
+        """Admit in the queue's order: nobody overtakes a request that is next and waits for memory."""
+        while (head := self._waiting.head()) is not None:
+            request = head.request
             session = self._hierarchy.admit(len(request.prompt), request.max_length)
             if session is None:
                 return
-            head = self._waiting.popleft()
+            self._waiting.pop(head)
             self._intake.dequeued()
             head.times.admitted_ns = time.monotonic_ns()
+            self._totals.admitted += 1
             self._engine.open_slot(session.slot)
-            self._running.append(Running(head.request, head.deliver, session, head.times))
+            sampler = Sampler(request, self._engine.vocab_size)
+            self._running.append(Running(request, head.deliver, session, head.times, sampler))
 
     def _take_step(self, step: Step) -> None:
         started = time.perf_counter()
@@ -178,11 +226,8 @@ class Scheduler:
                 self._fail(part.running, f"the step failed: {type(error).__name__}: {error}")
             return
         self._apply(step, result)
-        self._totals = replace(
-            self._totals,
-            steps=self._totals.steps + 1,
-            step_seconds=self._totals.step_seconds + time.perf_counter() - started,
-        )
+        self._totals.steps += 1
+        self._totals.step_seconds += time.perf_counter() - started
 
     def _apply(self, step: Step, result: StepResult) -> None:
         """Advance the sessions, count their rows, choose and deliver their tokens."""
@@ -190,81 +235,152 @@ class Scheduler:
             self._hierarchy.wrote(part.running.session, part.count, PassedFence())
         decodes = step.batch.decodes
         for part, counts in zip(step.parts[:decodes], result.counts.tolist(), strict=True):
-            rows = RowCounts(*counts)
-            part.running.rows.add(rows)
-            self._totals.rows.add(rows)
-        yielding = [part.running for part in step.parts if part.yields_token]
-        tokens = choose(result.logits, [r.request.sampling for r in yielding], [r.session.length for r in yielding])
-        sound = np.isfinite(result.logits).all(axis=1)
-        for running, token, finite in zip(yielding, tokens, sound, strict=True):
-            self._emit(running, token, bool(finite))
-        self._totals = replace(
-            self._totals,
-            generated_tokens=self._totals.generated_tokens + len(tokens),
-            prompt_tokens=self._totals.prompt_tokens + sum(part.count for part in step.parts[decodes:]),
-        )
+            found = RowCounts(*counts)
+            part.running.rows.add(found)
+            self._totals.rows.add(found)
+        self._totals.prompt_tokens += sum(part.count for part in step.parts[decodes:])
+        ends = np.cumsum([part.logits for part in step.parts])
+        for part, end in zip(step.parts, ends, strict=True):
+            if part.scored:
+                self._score(part, result.logits[end - part.logits : end][: part.scored])
+        yielding = [
+            (part.running, int(end) - 1) for part, end in zip(step.parts, ends, strict=True) if part.yields_token
+        ]
+        self._choose(result.logits[[row for _, row in yielding]], [running for running, _ in yielding])
+        for part in step.parts[decodes:]:
+            if part.running.request.max_tokens == 0 and not part.running.session.importing:
+                self._finish(part.running, FinishReason.LENGTH)
 
-    def _emit(self, running: Running, token: int, finite: bool) -> None:
-        """Deliver a request's next token, unless what it was made from is not to be trusted."""
-        if running.rows.masked:
-            self._fail(running, f"{running.rows.masked} selected rows were neither on the device nor on the host")
-            return
-        if not finite:
-            self._fail(running, f"the model gave logits that are not finite at position {running.session.length}")
-            return
+    @staticmethod
+    def _score(part: Part, logits: npt.NDArray[np.float32]) -> None:
+        """Keep the log-probabilities of the prompt tokens after the part's scored ones, whose rows are written."""
+        running = part.running
+        first = running.session.length - part.count + 1
+        running.scores.append(prompt_logprobs(logits, running.request.prompt[first : first + part.scored]))
+
+    def _choose(self, logits: npt.NDArray[np.float32], yielding: list[Running]) -> None:
+        """Choose each request's next token. What it is made from must be sound, or the request fails, alone."""
+        best = logits.argmax(axis=1).tolist()
+        finite = np.isfinite(logits).all(axis=1).tolist()
+        for row, running in enumerate(yielding):
+            position = running.session.length
+            if running.rows.masked:
+                detail = f"{running.rows.masked} selected rows were neither on the device nor on the host"
+                self._fail(running, detail)
+            elif not finite[row]:
+                self._fail(running, f"the model gave logits that are not finite at position {position}")
+            elif running.sampler.plain:
+                self._emit(running, Choice(best[row], None))
+            else:
+                try:
+                    choice = running.sampler.choose(logits[row], position)
+                except ValueError as error:  # nothing is left that it may choose
+                    self._fail(running, str(error))
+                else:
+                    self._emit(running, choice)
+
+    def _emit(self, running: Running, choice: Choice) -> None:
+        """Make a token part of the answer and deliver it."""
         now = time.monotonic_ns()
         running.times.first_token_ns = running.times.first_token_ns or now
         running.times.last_token_ns = now
-        running.generated += 1
-        running.pending = token
-        if token in running.request.end_ids:
-            self._finish(running, FinishReason.STOP, tokens=(token,))
-        elif running.generated == running.request.max_tokens:
-            self._finish(running, FinishReason.LENGTH, tokens=(token,))
+        running.pending = choice.token
+        running.sampler.accept(choice.token)
+        self._totals.generated_tokens += 1
+        logprobs = (choice.logprob,) if choice.logprob is not None else ()
+        if running.sampler.stopped():
+            self._finish(running, FinishReason.STOP, tokens=(choice.token,), logprobs=logprobs)
+        elif running.sampler.generated == running.request.max_tokens:
+            self._finish(running, FinishReason.LENGTH, tokens=(choice.token,), logprobs=logprobs)
         else:
-            running.deliver(Output(running.request.id, (token,)))
+            scores = self._take_scores(running)
+            running.deliver(Output(running.request.id, (choice.token,), logprobs=logprobs, prompt_logprobs=scores))
+
+    @staticmethod
+    def _take_scores(running: Running) -> npt.NDArray[np.float32] | None:
+        """The prompt's log-probabilities, once."""
+        if not running.request.score_prompt or running.session.importing or running.scores_told:
+            return None
+        running.scores_told = True
+        scores: npt.NDArray[np.float32] = np.concatenate([np.empty(0, np.float32), *running.scores])
+        return scores
 
     # --- endings ---
 
     def _finish(
-        self, running: Running, reason: FinishReason, error: RequestError | None = None, tokens: tuple[int, ...] = ()
+        self,
+        running: Running,
+        reason: FinishReason,
+        error: RequestError | None = None,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
         self._running.remove(running)
+        self._observed_at = 0.0  # who is told of the end may look at the numbers next
         self._hierarchy.end(running.session)
         self._intake.forget(running.request.id)
-        running.deliver(Output(running.request.id, tokens, reason, error, running.rows, running.times))
+        running.deliver(
+            Output(
+                running.request.id,
+                tokens,
+                reason,
+                error,
+                rows=running.rows,
+                times=running.times,
+                device_pages=running.session.need.device,
+                logprobs=logprobs,
+                prompt_logprobs=self._take_scores(running),
+            )
+        )
 
     def _fail(self, running: Running, detail: str) -> None:
         self._finish(running, FinishReason.ERROR, RequestError(ErrorCode.INTERNAL, running.request.id, detail))
 
-    def _drop(self, waiting: Waiting, error: RequestError) -> None:
+    def _drop(self, waiting: Waiting, error: RequestError | None, reason: FinishReason) -> None:
         self._waiting.remove(waiting)
         self._intake.dequeued()
         self._intake.forget(waiting.request.id)
-        waiting.deliver(Output(waiting.request.id, (), FinishReason.CANCELLED, error, times=waiting.times))
+        waiting.deliver(Output(waiting.request.id, (), reason, error, times=waiting.times))
 
-    def _cancel(self, cancel: Cancel) -> None:
+    def _end(self, end: End) -> None:
+        """End a request for its reader; "stop" is a good end, anything else an error."""
+        one = self._find(end.request_id)
+        if isinstance(one, Running):
+            detail = f"cancelled after {one.sampler.generated} tokens"
+        else:
+            detail = "cancelled while it waited"
+        if one is not None:
+            good = end.reason is FinishReason.STOP
+            self._close(one, None if good else RequestError(ErrorCode.CANCELLED, end.request_id, detail), end.reason)
+
+    def _find(self, request_id: str) -> Running | Waiting | None:
         for running in self._running:
-            if running.request.id == cancel.request_id:
-                detail = f"cancelled after {running.generated} tokens"
-                self._finish(
-                    running,
-                    FinishReason.CANCELLED,
-                    RequestError(ErrorCode.CANCELLED, cancel.request_id, detail),
-                )
-                return
-        for waiting in self._waiting:
-            if waiting.request.id == cancel.request_id:
-                error = RequestError(ErrorCode.CANCELLED, cancel.request_id, "cancelled while it waited")
-                self._drop(waiting, error)
-                return
+            if running.request.id == request_id:
+                return running
+        return next((waiting for waiting in self._waiting if waiting.request.id == request_id), None)
+
+    def _close(self, one: Running | Waiting, error: RequestError | None, reason: FinishReason) -> None:
+        if isinstance(one, Running):
+            self._finish(one, reason, error)
+        else:
+            self._drop(one, error, reason)
+
+    def _give_up_late(self) -> None:
+        """End the requests whose deadline has passed, wherever they are."""
+        now = time.monotonic_ns()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline_ns, request_id = heapq.heappop(self._deadlines)
+            one = self._find(request_id)
+            if one is None or one.request.deadline_ns != deadline_ns:
+                continue  # it ended in time; its id may be another's by now
+            allowed = (deadline_ns - one.times.arrival_ns) / 1e6
+            done = f"{one.sampler.generated} tokens made" if isinstance(one, Running) else "still waiting"
+            detail = f"deadline_ms={allowed:.0f} has passed: {done}"
+            self._close(one, RequestError(ErrorCode.DEADLINE_EXCEEDED, request_id, detail), FinishReason.CANCELLED)
 
     def _cancel_all(self, detail: str) -> None:
-        for running in list(self._running):
-            error = RequestError(ErrorCode.CANCELLED, running.request.id, detail)
-            self._finish(running, FinishReason.CANCELLED, error)
-        for waiting in list(self._waiting):
-            self._drop(waiting, RequestError(ErrorCode.CANCELLED, waiting.request.id, detail))
+        for one in [*self._running, *self._waiting]:
+            self._close(one, RequestError(ErrorCode.CANCELLED, one.request.id, detail), FinishReason.CANCELLED)
 
     def _abandon(self, detail: str) -> None:
         """Tell everyone that it is over, without touching a state that can't be trusted any more."""
@@ -274,16 +390,19 @@ class Scheduler:
             one.deliver(Output(one.request.id, (), FinishReason.ERROR, error, times=one.times))
 
     def _observe(self) -> Snapshot:
-        pages = self._hierarchy.pages.budget
+        self._observed_at = time.monotonic()
+        hierarchy = self._hierarchy
         importing = sum(running.session.importing for running in self._running)
-        return replace(
-            self._totals,
+        self._totals.overtakes = self._waiting.overtakes
+        self._totals.backed_up_pages = hierarchy.backed_up_pages
+        return Snapshot(
             waiting=len(self._waiting),
             importing=importing,
             decoding=len(self._running) - importing,
-            pages={use.name.lower(): pages.counts[use] for use in Use},
-            host_pages_used=self._hierarchy.host.used,
-            host_pages=self._hierarchy.host.capacity,
-            backed_up_pages=self._hierarchy.backed_up_pages,
-            rows=replace(self._totals.rows),
+            slots=hierarchy.sizes.slots,
+            pages={use.name.lower(): hierarchy.pages.budget.counts[use] for use in Use},
+            page_tokens=hierarchy.layout.page_tokens,
+            host_pages_used=hierarchy.host.used,
+            host_pages=hierarchy.host.capacity,
+            totals=replace(self._totals, rows=replace(self._totals.rows)),
         )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from trt_backend.build import Deployment, build_runtime
 from trt_backend.config import DeploymentConfig
 from trt_backend.request import ErrorCode, FinishReason, Output, RequestError
 from trt_backend.scheduler import Snapshot
-from trt_backend.triton.parse import Fields, make_request
-from trt_backend.triton.stream import Ended, Sink, Streamer
+from trt_backend.triton.inputs import Fields
+from trt_backend.triton.outputs import Ended
+from trt_backend.triton.parse import Limits, Shape, make_request
+from trt_backend.triton.stream import Sink, Streamer
 from trt_backend.triton.text import Tokenizer, read_end_ids
 from trt_backend.triton.watch import Watch
 
@@ -23,11 +27,23 @@ CANCEL_POLL_SECONDS = 0.05
 METRICS_SECONDS = 0.5
 
 
-class Gauges(Protocol):
-    """Where a service's numbers are shown."""
+class Metrics(Protocol):
+    """Where a service's numbers are shown. Called from one thread."""
 
-    def publish(self, snapshot: Snapshot, outcomes: dict[str, int]) -> None:
-        """Show the scheduler's state and totals, and how many requests ended in which way."""
+    def publish(self, snapshot: Snapshot, ended: Sequence[Ended]) -> None:
+        """Show the scheduler's state and totals, and count the requests that have ended since the last call."""
+
+
+CANARY_ID = "dhs-canary"
+"""Requests with this id are the supervisor's: they are served like others and counted nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that has not had its last response. Several may come with one client id."""
+
+    client_id: str
+    sink: Sink
 
 
 class Service:
@@ -41,25 +57,28 @@ class Service:
         self,
         config: DeploymentConfig,
         progress: Callable[[str], None] = lambda _: None,
-        gauges: Gauges | None = None,
+        metrics: Metrics | None = None,
         on_end: Callable[[Ended], None] = lambda _: None,
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         deployment = Deployment.of(config)
         self._tokenizer = Tokenizer.load(deployment.folder, deployment.model.vocab_size)
-        self._end_ids = read_end_ids(deployment.folder, deployment.model.end_ids)
-        self._max_model_len = deployment.max_model_len
+        self._limits = Limits(
+            max_model_len=deployment.max_model_len,
+            vocab_size=deployment.model.vocab_size,
+            end_ids=read_end_ids(deployment.folder, deployment.model.end_ids),
+        )
         self._runtime = build_runtime(config, progress)
         self._scheduler = self._runtime.scheduler
-        self._gauges = gauges
+        self._metrics = metrics
         self._on_end, self._on_failure = on_end, on_failure
         self._failure_told = False
         self._lock = threading.Lock()
-        self._sinks: dict[str, Sink] = {}
+        self._live: dict[str, _Live] = {}
         self._numbers = itertools.count(1)
-        self._outcomes: Counter[str] = Counter()
+        self._unpublished: list[Ended] = []
         self._news = threading.Event()
-        self._streamer = Streamer(self._tokenizer, self._ended, self._scheduler.cancel)
+        self._streamer = Streamer(self._tokenizer, self._ended, self._scheduler)
         self._watch = Watch({self._poll_cancelled: CANCEL_POLL_SECONDS, self._publish: METRICS_SECONDS})
 
     def start(self) -> None:
@@ -70,7 +89,7 @@ class Service:
 
     def stop(self, drain_seconds: float) -> None:
         """Refuse new requests, let running ones finish for `drain_seconds`, cancel the rest, end all threads."""
-        log.info("stopping; %d requests are live", len(self._sinks))
+        log.info("stopping; %d requests are live", len(self._live))
         self._scheduler.stop(drain_seconds)
         self._streamer.stop()
         self._watch.stop()
@@ -84,57 +103,74 @@ class Service:
         the client's own, unless that is empty or in use.
         """
         request_id = self._register(client_id, sink)
-        opened = False
+        shape = None
         try:
             fields = read(request_id)
-            request = make_request(request_id, fields, self._tokenizer, self._end_ids, self._max_model_len)
-            self._streamer.open(request_id, sink, fields.stream, request.end_ids)
-            opened = True
+            if fields.cancel:
+                self._stop(client_id, request_id, sink)
+                return
+            request, shape = make_request(request_id, fields, self._tokenizer, self._limits)
+            self._streamer.open(request_id, sink, shape)
             self._scheduler.submit(request, self._streamer.deliver)
         except RequestError as error:
             # Without its traceback, which would keep the client's request alive until the last response is gone.
-            self._refuse(request_id, sink, opened, RequestError(error.code, request_id, error.detail))
+            again = RequestError(error.code, request_id, error.detail, error.retry_after_ms)
+            self._refuse(request_id, sink, shape, again)
         except Exception as error:
             log.exception("request %s could not be taken", request_id)
             detail = f"{type(error).__name__}: {error}"
-            self._refuse(request_id, sink, opened, RequestError(ErrorCode.INTERNAL, request_id, detail))
+            self._refuse(request_id, sink, shape, RequestError(ErrorCode.INTERNAL, request_id, detail))
 
-    def _refuse(self, request_id: str, sink: Sink, opened: bool, error: RequestError) -> None:
-        if not opened:
-            self._streamer.open(request_id, sink, in_pieces=False, end_ids=frozenset())
+    def _refuse(self, request_id: str, sink: Sink, shape: Shape | None, error: RequestError) -> None:
+        if shape is None:
+            self._streamer.open(request_id, sink, Shape(frozenset()))
         self._streamer.deliver(Output(request_id, finish=FinishReason.ERROR, error=error))
 
     def cancel_all(self) -> None:
         """Cancel whatever runs."""
         with self._lock:
-            for request_id in self._sinks:
+            for request_id in self._live:
                 self._scheduler.cancel(request_id)
+
+    def _stop(self, client_id: str, request_id: str, sink: Sink) -> None:
+        """Cancel the requests that came with a client's id; the wish itself is answered at once, with nothing."""
+        with self._lock:
+            del self._live[request_id]
+            named = [other for other, live in self._live.items() if live.client_id == client_id and client_id]
+        for other in named:
+            self._scheduler.cancel(other)
+        if client_id:
+            sink.send({"text_output": np.array([b""], dtype=np.object_)}, final=True)
+        else:
+            detail = "stop needs the id of the request that it is to stop"
+            sink.fail(RequestError(ErrorCode.INVALID_ARGUMENT, request_id, detail))
 
     def _register(self, client_id: str, sink: Sink) -> str:
         """Clients choose ids as they like; ours are unique among the requests that live."""
         with self._lock:
             request_id = client_id
-            while not request_id or request_id in self._sinks:
+            while not request_id or request_id in self._live:
                 request_id = f"{client_id or 'request'}#{next(self._numbers)}"
-            self._sinks[request_id] = sink
+            self._live[request_id] = _Live(client_id, sink)
             return request_id
 
     def _ended(self, ended: Ended) -> None:
         with self._lock:
-            del self._sinks[ended.request_id]
-            self._outcomes[ended.error.code.value.lower() if ended.error else ended.finish.value] += 1
+            live = self._live.pop(ended.request_id)
+            if live.client_id != CANARY_ID:
+                self._unpublished.append(ended)
         self._news.set()
         self._on_end(ended)
 
     def _poll_cancelled(self) -> None:
         """Cancel requests whose clients have given up; then show the numbers if a request has ended."""
         with self._lock:
-            live = list(self._sinks.items())
-        for request_id, sink in live:
-            if sink.is_cancelled():
+            polled = list(self._live.items())
+        for request_id, live in polled:
+            if live.sink.is_cancelled():
                 with self._lock:
                     # Its id may belong to a newer request by now.
-                    if self._sinks.get(request_id) is sink:
+                    if self._live.get(request_id) is live:
                         self._scheduler.cancel(request_id)
         if self._news.is_set():
             self._publish()
@@ -145,7 +181,23 @@ class Service:
         if failure is not None and not self._failure_told:
             self._failure_told = True
             self._on_failure(f"the scheduler has failed: {failure}")
-        if self._gauges is not None:
-            with self._lock:
-                outcomes = dict(self._outcomes)
-            self._gauges.publish(self._scheduler.snapshot(), outcomes)
+        with self._lock:
+            ended, self._unpublished = self._unpublished, []
+        for one in ended:
+            log.info("%s", describe_end(one), extra={"request_id": one.request_id})
+        if self._metrics is not None:
+            self._metrics.publish(self._scheduler.snapshot(), ended)
+
+
+def describe_end(ended: Ended) -> str:
+    """One line for the log. Times in milliseconds."""
+    times = ended.times
+    stations = {
+        "queue_ms": (times.admitted_ns, times.arrival_ns),
+        "ttft_ms": (times.first_token_ns, times.arrival_ns),
+        "e2e_ms": (times.last_token_ns, times.arrival_ns),
+    }
+    measured = [f"{name}={(end - start) / 1e6:.1f}" for name, (end, start) in stations.items() if end and start]
+    counts = [f"prompt_tokens={ended.prompt_tokens}", f"generated={ended.generated}", *measured]
+    how = str(ended.error) if ended.error is not None else ended.finish.value
+    return f"ended: {how}; {' '.join(counts)}"

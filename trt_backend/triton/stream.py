@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from trt_backend.request import ErrorCode, FinishReason, Output, RequestError, RequestTimes, RowCounts
-from trt_backend.triton.text import Detokenizer, Tokenizer
+from trt_backend.request import ErrorCode, FinishReason, Output, RequestError
+from trt_backend.triton.answer import Answer
+from trt_backend.triton.outputs import Array, Ended, Piece, render
+from trt_backend.triton.parse import Shape
+from trt_backend.triton.text import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +21,8 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where one request's answer goes. `send` with `final`, or `fail`, is called last and once."""
 
-    def send(self, text: str, final: bool) -> None:
-        """Send a piece of text."""
+    def send(self, tensors: Mapping[str, Array], final: bool) -> None:
+        """Send a response: output tensors by name, as `outputs.render` makes them."""
 
     def fail(self, error: RequestError) -> None:
         """End with an error."""
@@ -28,48 +31,42 @@ class Sink(Protocol):
         """Whether the client has given up. Any thread; False after the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a request ended. `generated` counts tokens, an end token included."""
-
-    request_id: str
-    finish: FinishReason
-    error: RequestError | None
-    generated: int
-    rows: RowCounts
-    times: RequestTimes
-
-
-@dataclass(slots=True, eq=False)
 class _Stream:
-    """One open request. `pending` are tokens that have no text yet, `held` is text that waits for the end."""
+    """One open request: where its answer goes, the answer so far, and the last Output, once it is there."""
 
-    request_id: str
-    sink: Sink
-    in_pieces: bool
-    end_ids: frozenset[int]
-    detokenizer: Detokenizer
-    pending: list[int] = field(default_factory=list)
-    held: str = ""
-    generated: int = 0
-    broken: bool = False
-    end: Output | None = None
+    def __init__(self, request_id: str, sink: Sink, shape: Shape, tokenizer: Tokenizer) -> None:
+        self.request_id = request_id
+        self.sink = sink
+        self.outputs = shape.outputs
+        self.answer = Answer(shape, tokenizer)
+        self.broken = False
+        self.end: Output | None = None
+
+
+class Requests(Protocol):
+    """What a streamer may ask of the scheduler."""
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody takes its responses any more."""
+
+    def finish(self, request_id: str) -> None:
+        """Its answer is complete."""
 
 
 class Streamer:
     """Owns every sink from `open` to the end of its request.
 
     What has come in for a request while others were served goes out as one piece, so a slow moment costs no backlog.
-    `on_end` is told of each ended request, after its last response has gone; `cancel` is called with the id of a
-    request whose sink does not take responses any more. Both are called on the streaming thread.
+    `on_end` is told of each ended request, after its last response has gone, on the streaming thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, on_end: Callable[[Ended], None], cancel: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Tokenizer, on_end: Callable[[Ended], None], requests: Requests) -> None:
         self._tokenizer = tokenizer
         self._on_end = on_end
-        self._cancel = cancel
+        self._requests = requests
         self._messages: queue.SimpleQueue[_Stream | Output | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self._thread = threading.Thread(target=self._run, name="streamer", daemon=True)
 
     # --- any thread ---
@@ -83,9 +80,9 @@ class Streamer:
         self._messages.put(None)
         self._thread.join()
 
-    def open(self, request_id: str, sink: Sink, in_pieces: bool, end_ids: frozenset[int]) -> None:
-        """Take a request over, before its first Output. `in_pieces`: text as it comes, else all of it at the end."""
-        self._messages.put(_Stream(request_id, sink, in_pieces, end_ids, Detokenizer(self._tokenizer)))
+    def open(self, request_id: str, sink: Sink, shape: Shape) -> None:
+        """Take a request over, before its first Output."""
+        self._messages.put(_Stream(request_id, sink, shape, self._tokenizer))
 
     def deliver(self, output: Output) -> None:
         """Take an Output of an open request; never blocks."""
@@ -113,8 +110,8 @@ class Streamer:
         except queue.Empty:
             return messages
 
-    def _sort_in(self, messages: list[_Stream | Output | None]) -> list[_Stream]:
-        """Put tokens to their streams; returns the streams that have news, the longest waiting first."""
+    def _sort_in(self, messages: Sequence[_Stream | Output | None]) -> list[_Stream]:
+        """Put messages where they belong; returns the streams that have got something, each once."""
         touched: dict[str, _Stream] = {}
         for message in messages:
             if isinstance(message, _Stream):
@@ -124,8 +121,8 @@ class Streamer:
                 if stream is None:
                     log.error("an Output for %s came when it was not open", message.request_id)
                     continue
-                stream.pending.extend(message.tokens)
-                stream.generated += len(message.tokens)
+                if stream.answer.add(message):
+                    self._requests.finish(message.request_id)
                 if message.finish is not None:
                     stream.end = message
                 touched[message.request_id] = stream
@@ -141,7 +138,7 @@ class Streamer:
                 self._fail_at_least(stream)
             else:
                 stream.broken = True
-                self._cancel(stream.request_id)
+                self._requests.cancel(stream.request_id)
         if stream.end is not None:
             self._close(stream, stream.end)
 
@@ -154,34 +151,46 @@ class Streamer:
             log.exception("request %s: its stream can't be ended", stream.request_id)
 
     def _send(self, stream: _Stream) -> None:
-        end, tokens = stream.end, stream.pending
-        stream.pending = []
+        end, answer = stream.end, stream.answer
         if stream.broken:
             if end is not None:
                 stream.sink.fail(RequestError(ErrorCode.INTERNAL, stream.request_id, "a response could not be sent"))
             return
-        if end is not None and end.finish is FinishReason.STOP and tokens and tokens[-1] in stream.end_ids:
-            tokens = tokens[:-1]
-        text = stream.held + stream.detokenizer.push(tokens)
-        stream.held = ""
         if end is None:
-            if stream.in_pieces and text:
-                stream.sink.send(text, final=False)
-            elif text:
-                stream.held = text
-        elif end.error is None:
+            piece = answer.take()
+            if piece is not None:
+                self._respond(stream, piece, final=False)
+        elif end.error is None or answer.complete:
             # Perhaps an empty text: a client that looks for the final mark needs a response that carries it.
-            stream.sink.send(text + stream.detokenizer.flush(), final=True)
+            self._respond(stream, answer.take_last(self._ended(stream, end)), final=True)
         else:
-            if stream.in_pieces and text:
-                stream.sink.send(text, final=False)
+            piece = answer.take()
+            if piece is not None:
+                self._respond(stream, piece, final=False)
             stream.sink.fail(end.error)
+
+    def _respond(self, stream: _Stream, piece: Piece, final: bool) -> None:
+        stream.sink.send(render(piece, stream.outputs, self._clock_offset_ns, self._tokenizer.show), final)
+
+    @staticmethod
+    def _ended(stream: _Stream, end: Output) -> Ended:
+        """How it ended for its reader: an answer that was complete stays a good one, whatever came after it."""
+        assert end.finish is not None
+        complete = stream.answer.complete
+        return Ended(
+            request_id=stream.request_id,
+            finish=FinishReason.STOP if complete else end.finish,
+            error=None if complete else end.error,
+            generated=stream.answer.generated,
+            rows=end.rows,
+            times=end.times,
+            prompt_tokens=stream.answer.prompt_tokens,
+            device_pages=end.device_pages,
+        )
 
     def _close(self, stream: _Stream, end: Output) -> None:
         del self._streams[stream.request_id]
-        assert end.finish is not None
-        ended = Ended(stream.request_id, end.finish, end.error, stream.generated, end.rows, end.times)
         try:
-            self._on_end(ended)
+            self._on_end(self._ended(stream, end))
         except Exception:
             log.exception("request %s ended, and taking note of it failed", stream.request_id)

@@ -56,6 +56,10 @@ class Tokenizer:
         """All of a finished list of tokens; special tokens have no text."""
         return self._raw.decode(list(tokens), skip_special_tokens=True)
 
+    def show(self, token: int) -> str:
+        """One token as text, for people: bytes that are no character of their own become a replacement character."""
+        return self.piece(token).decode(errors="replace")
+
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for; none for special tokens and ids that the tokenizer does not have."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else b""
@@ -79,6 +83,64 @@ class Detokenizer:
     def flush(self) -> str:
         """What is left at the end: a replacement character where a character stayed incomplete."""
         return self._decoder.decode(b"", final=True)
+
+
+class StopFinder:
+    """Looks for stop strings in a text that grows.
+
+    The answer ends where a stop string is first complete; of several that are complete at the same character, the
+    longest counts. What could still become one is held back, so none of it is ever shown; how the text is cut into
+    pieces makes no difference. `keep` shows the stop string itself.
+    """
+
+    def __init__(self, stops: Iterable[str], keep: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._keep = keep
+        self._held = ""
+
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """Text that can be shown, and whether a stop string has ended the answer: then nothing may follow.
+
+        Stop strings that are completed while `may_stop` is False are text like any other.
+        """
+        fresh = len(self._held)
+        self._held += text
+        if may_stop:
+            found = self._first(fresh)
+            if found is not None:
+                start, end = found
+                shown, self._held = self._held[: end if self._keep else start], ""
+                return shown, True
+        kept = self._longest_beginning()
+        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return shown, False
+
+    def flush(self) -> str:
+        """What is held back, when no more text comes."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _first(self, fresh: int) -> tuple[int, int] | None:
+        """Start and end of the stop string that is complete first, among those that end after `fresh` characters."""
+        found = []
+        for stop in self._stops:
+            start = self._held.find(stop, max(0, fresh - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        if not found:
+            return None
+        end, start = min(found)
+        return start, end
+
+    def _longest_beginning(self) -> int:
+        """Length of the longest end of what is held that begins a stop string and is not all of it."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
 
 
 def read_end_ids(folder: Path, fallback: Iterable[int]) -> frozenset[int]:

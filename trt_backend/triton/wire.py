@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from trt_backend.config import ConfigError, load_deployment
 from trt_backend.request import ErrorCode, RequestError
+from trt_backend.triton.inputs import Fields, read_fields
 from trt_backend.triton.metrics_triton import TritonMetrics
 from trt_backend.triton.repository import DEPLOYMENT_VARIABLE, RECORD_VARIABLE, StartupEvent, write_event
 from trt_backend.triton.service import Service
@@ -25,6 +28,8 @@ TRITON_CODES = {
     # There is no RESOURCE_EXHAUSTED; the message's first word tells overload from a server that is down.
     ErrorCode.OVERLOADED: "UNAVAILABLE",
     ErrorCode.CANCELLED: "CANCELLED",
+    # Nor is there a DEADLINE_EXCEEDED.
+    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",
     ErrorCode.INTERNAL: "INTERNAL",
 }
 
@@ -36,14 +41,15 @@ class TritonSink:
     each other. The sender is dropped with the last response: Triton does not unload a model that holds one.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, batched: bool) -> None:
         self._sender: Any | None = sender
+        self._batched = batched
         self._lock = threading.Lock()
 
-    def send(self, text: str, final: bool) -> None:
-        """Send a text_output of one element."""
-        tensor = pb_utils.Tensor("text_output", np.array([[text.encode()]], dtype=np.object_))
-        self._respond(pb_utils.InferenceResponse([tensor]), final)
+    def send(self, tensors: Mapping[str, npt.NDArray[Any]], final: bool) -> None:
+        """Send a response with these output tensors."""
+        shaped = [pb_utils.Tensor(name, tensor[None] if self._batched else tensor) for name, tensor in tensors.items()]
+        self._respond(pb_utils.InferenceResponse(shaped), final)
 
     def fail(self, error: RequestError) -> None:
         """Send an error as the last response; where that is not possible, at least the end."""
@@ -72,12 +78,32 @@ class TritonSink:
                 self._sender = None
 
 
-def read_tensors(request: Any) -> dict[str, npt.NDArray[Any]]:
-    """All inputs of a Triton request by name."""
-    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+class Door:
+    """Takes Triton's requests to a service. Made from the model's configuration, which Triton gives as JSON."""
+
+    def __init__(self, service: Service, model_config: str) -> None:
+        config = json.loads(model_config)
+        self._service = service
+        self._batched = config["max_batch_size"] > 0
+        self._outputs = frozenset(output["name"] for output in config["output"])
+
+    def submit(self, request: Any) -> None:
+        """Hand a request over; its responses come from the service's streaming thread."""
+        sink = TritonSink(request.get_response_sender(), self._batched)
+        self._service.submit(request.request_id(), lambda request_id: self._read(request_id, request), sink)
+
+    def _read(self, request_id: str, request: Any) -> Fields:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        named = frozenset(request.requested_output_names())
+        # Triton says the same of a client that names no output and of one that names all.
+        fields = read_fields(request_id, tensors, None if named == self._outputs else named)
+        allowed_us = request.timeout()
+        if allowed_us and fields.deadline_ms is None:
+            fields = replace(fields, deadline_ms=max(1, allowed_us // 1000))
+        return fields
 
 
-def open_service() -> Service:
+def open_service(model_name: str, model_version: str) -> Service:
     """Load and start the deployment that the environment names; how that goes is written to the start-up record.
 
     Raises:
@@ -99,7 +125,7 @@ def open_service() -> Service:
         service = Service(
             load_deployment(Path(path)),
             progress=lambda message: write_event(record, StartupEvent(message)),
-            gauges=TritonMetrics(),
+            metrics=TritonMetrics(model_name, model_version),
             on_failure=fail,
         )
     except ConfigError as error:
