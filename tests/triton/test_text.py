@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.triton.conftest import MODEL
 from trt_backend.build import find_model
 from trt_backend.config import ConfigError
-from trt_backend.triton.text import Detokenizer, Tokenizer, read_end_ids
+from trt_backend.triton.text import Detokenizer, StopFinder, Tokenizer, read_end_ids
 
 VOCAB = 2048
 TOKENIZER = Tokenizer.load(find_model(MODEL), VOCAB)
@@ -53,6 +53,51 @@ def test_an_incomplete_character_is_held_back_and_replaced_at_the_end() -> None:
 
 def test_special_tokens_and_unknown_ids_have_no_text() -> None:
     assert Detokenizer(TOKENIZER).push([0, 1, VOCAB, -1]) == ""
+
+
+few_letters = st.text("ab\u00e9", min_size=1, max_size=4)
+
+
+def first_stop(text: str, stops: list[str], after: int = 0) -> tuple[int, int] | None:
+    """Start and end of the stop string that is complete first and not before `after`, found by trying every end."""
+    for end in range(after + 1, len(text) + 1):
+        found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return min(found), end
+    return None
+
+
+@given(st.text("ab\u00e9", max_size=30), st.lists(few_letters, max_size=3), st.lists(st.integers(1, 5)), st.booleans())
+def test_stop_strings_never_leak_a_character_and_never_eat_one_too_many(
+    text: str, stops: list[str], cuts: list[int], keep: bool
+) -> None:
+    finder = StopFinder(stops, keep)
+    shown, rest, stopped = "", text, False
+    for cut in [*cuts, len(text) + 1]:
+        piece, stopped = finder.push(rest[:cut])
+        shown, rest = shown + piece, rest[cut:]
+        found = first_stop(text, stops)
+        assert text.startswith(shown)
+        assert found is None or keep or len(shown) <= found[0], "part of a stop string was shown"
+        if stopped:
+            break
+    found = first_stop(text, stops)
+    assert stopped == (found is not None)
+    assert shown + finder.flush() == (text if found is None else text[: found[1] if keep else found[0]])
+
+
+@given(st.text("ab", max_size=20), st.lists(few_letters, min_size=1, max_size=3), st.integers(0, 20))
+def test_stop_strings_before_the_least_length_are_text_like_any_other(text: str, stops: list[str], least: int) -> None:
+    finder = StopFinder(stops)
+    shown, stopped = "", False
+    for number, letter in enumerate(text, start=1):
+        piece, stopped = finder.push(letter, may_stop=number > least)
+        shown += piece
+        if stopped:
+            break
+    found = first_stop(text, stops, after=least)
+    assert stopped == (found is not None)
+    assert shown + finder.flush() == (text if found is None else text[: found[0]])
 
 
 def test_end_ids_come_from_generation_config_if_it_names_any(tmp_path: Path) -> None:
