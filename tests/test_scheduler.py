@@ -256,3 +256,128 @@ def test_a_broken_hierarchy_ends_every_request_with_the_reason() -> None:
     assert not house.scheduler.alive
     with pytest.raises(RequestError, match="INTERNAL id=third the scheduler has failed"):
         house.submit(Request("third", prompt(5), 5))
+
+
+def test_a_stop_sequence_ends_a_request_with_its_tokens_delivered(house: House) -> None:
+    whole = expected(prompt(20), 30)
+    stop = tuple(whole[10:12])
+    first = next(i for i in range(30) if tuple(whole[i : i + 2]) == stop)
+    house.submit(Request("r", prompt(20), 30, stop_sequences=(stop,)))
+    assert house.wait("r").finish is FinishReason.STOP
+    assert house.tokens("r") == whole[: first + 2]
+
+
+def test_end_ids_wait_for_the_least_number_of_tokens(house: House) -> None:
+    end = expected(prompt(20), 1)[0]
+    house.submit(Request("at once", prompt(20), 30, end_ids=frozenset({end})))
+    assert house.wait("at once").finish is FinishReason.STOP
+    assert house.tokens("at once") == [end]
+    house.submit(Request("later", prompt(20), 30, end_ids=frozenset({end}), min_tokens=5))
+    house.wait("later")
+    tokens = house.tokens("later")
+    assert end not in tokens[:5]
+    assert len(tokens) >= 5
+
+
+def test_a_reader_that_has_all_it_wants_ends_its_request_well(house: House) -> None:
+    house.submit(Request("r", prompt(20), 350))
+    house.wait_for("decoding")
+    house.scheduler.finish("r")
+    last = house.wait("r")
+    assert (last.finish, last.error) == (FinishReason.STOP, None)
+
+
+def test_deadlines_end_requests_that_wait_and_that_run(house: House) -> None:
+    house.engine.gate.clear()
+    soon = time.monotonic_ns() + 50_000_000
+    for i in range(8):
+        house.submit(Request(f"r{i}", prompt(100, i), 200))
+    house.submit(Request("waits", prompt(100), 200, deadline_ns=soon))
+    house.submit(Request("in time", prompt(10), 2, deadline_ns=time.monotonic_ns() + 60_000_000_000))
+    time.sleep(0.06)
+    house.engine.gate.set()
+    error = house.wait("waits").error
+    assert error is not None
+    assert error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert str(error).startswith("DEADLINE_EXCEEDED id=waits deadline_ms=")
+    assert str(error).endswith("has passed: still waiting")
+    for name in [*(f"r{i}" for i in range(8)), "in time"]:
+        assert house.wait(name).error is None
+    house.engine.gate.clear()
+    house.submit(Request("runs", prompt(100), 200, deadline_ns=time.monotonic_ns() + 50_000_000))
+    house.submit(Request("neighbour", prompt(50), 20))
+    time.sleep(0.06)
+    house.engine.gate.set()
+    error = house.wait("runs").error
+    assert error is not None
+    assert "has passed: " in str(error)
+    assert house.wait("neighbour").error is None
+    assert house.tokens("neighbour") == expected(prompt(50), 20)
+
+
+def test_urgent_requests_are_admitted_first() -> None:
+    house = build(Residency.HISPARSE, device_pages=60, slots=1)
+    order: list[str] = []
+    for name, priority in (("later", 8), ("default", 5), ("urgent", 0)):
+        request = Request(name, prompt(20), 3, priority=priority)
+        house.outputs[name], house.over[name] = [], threading.Event()
+
+        def deliver(output: Output, name: str = name) -> None:
+            if output.finish is not None:
+                order.append(name)
+            house._deliver(output)
+
+        house.scheduler.submit(request, deliver)
+    house.scheduler.start()
+    for name in ("later", "default", "urgent"):
+        house.wait(name)
+    assert order == ["urgent", "default", "later"]
+    house.scheduler.stop(5)
+    assert house.scheduler.snapshot().totals.overtakes == 3
+    house.transfers.close()
+
+
+def test_a_prompt_is_scored_alike_in_any_chunks_and_beside_others() -> None:
+    """The engine's logits are 1 for the right token and 0 for the others."""
+    right = float(1 - np.log(np.e + VOCAB - 1))
+    wrong = float(-np.log(np.e + VOCAB - 1))
+    text = prompt(200, 4)
+    text[100] = next(iter(expected(text[:100], 1)))
+    hits = [expected(text[:i], 1)[0] == text[i] for i in range(1, len(text))]
+    for chunk in (7, 24, 512):
+        house = build(Residency.HISPARSE, device_pages=60, chunk=chunk)
+        house.submit(Request("scored", text, 0, score_prompt=True))
+        house.submit(Request("beside", prompt(30), 10))
+        house.submit(Request("both", text, 4, score_prompt=True))
+        house.scheduler.start()
+        for name, generated in (("scored", []), ("both", expected(text, 4))):
+            assert house.wait(name).finish is FinishReason.LENGTH
+            assert house.tokens(name) == generated
+            (scores,) = [o.prompt_logprobs for o in house.outputs[name] if o.prompt_logprobs is not None]
+            assert scores.dtype == np.float32
+            assert np.allclose(scores, np.where(hits, right, wrong), atol=1e-6)
+        assert hits[99]
+        house.wait("beside")
+        assert house.tokens("beside") == expected(prompt(30), 10)
+        house.scheduler.stop(5)
+        house.transfers.close()
+        house.assert_empty()
+
+
+def test_log_probabilities_come_with_their_tokens(house: House) -> None:
+    house.submit(Request("r", prompt(20), 12, logprobs=2))
+    house.wait("r")
+    entries = [entry for output in house.outputs["r"] for entry in output.logprobs]
+    assert [entry.token for entry in entries] == house.tokens("r") == expected(prompt(20), 12)
+    assert all(entry.rank == 1 and entry.top[0][0] == entry.token for entry in entries)
+    assert np.allclose([entry.logprob for entry in entries], 1 - np.log(np.e + VOCAB - 1))
+
+
+def test_a_request_that_may_choose_nothing_fails_alone(house: House) -> None:
+    house.submit(Request("r", prompt(20), 12, bad_sequences=tuple((token,) for token in range(VOCAB))))
+    house.submit(Request("neighbour", prompt(30), 12))
+    error = house.wait("r").error
+    assert error is not None
+    assert error.code is ErrorCode.INTERNAL
+    house.wait("neighbour")
+    assert house.tokens("neighbour") == expected(prompt(30), 12)
