@@ -18,6 +18,7 @@ from trt_backend.scheduler.sampling import Choice, Sampler, choose, draw, prompt
 Logits = npt.NDArray[np.float32]
 
 DRAWS = 6000
+SEEDS = 30
 LEAST_P = 1e-4
 FEWEST_EXPECTED = 5
 """Cells expected to hold fewer draws are too small for the chi-square approximation (Cochran, Biometrics 10, 1954)."""
@@ -133,9 +134,9 @@ def p_value(tokens: Sequence[int], probabilities: Sequence[float]) -> float:
     return chi_square_tail(float(distance), len(cells) - 1)
 
 
-def drawn(one: Callable[[int, int], int]) -> list[int]:
-    """DRAWS tokens over many seeds and positions."""
-    return [one(seed, position) for seed in range(DRAWS // 60) for position in range(60)]
+def drawn(seeded: Callable[[int], Callable[[int], int]]) -> list[int]:
+    """DRAWS tokens over many seeds and positions: `seeded(seed)(position)` is one."""
+    return [one(position) for one in map(seeded, range(SEEDS)) for position in range(DRAWS // SEEDS)]
 
 
 # --- the whole of it ---
@@ -225,11 +226,11 @@ def test_draws_follow_the_reference(params: SamplingParams) -> None:
     of = request(params, prompt=(0, 2), bad_sequences=((3, 6),))
     answer = [3, 8, 3]
 
-    def one(seed: int, position: int) -> int:
-        seeded = replace(of, sampling=replace(params, seed=seed))
-        return sampler_after(answer, seeded).choose(LOGITS, position).token
+    def seeded(seed: int) -> Callable[[int], int]:
+        sampler = sampler_after(answer, replace(of, sampling=replace(params, seed=seed)))
+        return lambda position: sampler.choose(LOGITS, position).token
 
-    assert p_value(drawn(one), reference(LOGITS, of, answer)) > LEAST_P
+    assert p_value(drawn(seeded), reference(LOGITS, of, answer)) > LEAST_P
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_draws_follow_the_reference(params: SamplingParams) -> None:
 def test_draws_of_a_wrong_filter_are_found_out(wrong: SamplingParams) -> None:
     answer = [3, 8, 3]
     weights = np.array(reference(LOGITS, request(wrong, prompt=(0, 2)), answer))
-    tokens = drawn(lambda seed, position: draw(weights, seed, position))
+    tokens = drawn(lambda seed: lambda position: draw(weights, seed, position))
     assert p_value(tokens, reference(LOGITS, request(EVERYTHING, prompt=(0, 2)), answer)) < LEAST_P
 
 
