@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,22 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 
 from loadtest.server import LOOPBACK
+from trt_backend.triton.repository import default_template
 
 ANSWER_SECONDS = 60.0
-DTYPES = {"max_tokens": "INT32", "temperature": "FP32", "seed": "UINT64", "stream": "BOOL"}
-NUMPY_TYPES = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
+DECLARED = re.compile(r'name: "(\w+)", data_type: TYPE_(\w+)')
+DTYPES = {
+    name: dtype.replace("STRING", "BYTES")
+    for name, dtype in DECLARED.findall((default_template() / "config.pbtxt").read_text())
+}
+NUMPY_TYPES = {
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+    "UINT64": np.uint64,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+}
 
 
 @dataclass
@@ -24,6 +37,7 @@ class Answer:
 
     texts: list[str] = field(default_factory=list)
     finals: list[bool] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -31,15 +45,30 @@ class Answer:
         """All pieces."""
         return "".join(self.texts)
 
+    def tensors(self, name: str) -> list[Any]:
+        """An output tensor of every response that has it, without the batch dimension."""
+        found = [result.as_numpy(name) for result in self.results]
+        return [tensor[0] for tensor in found if tensor is not None]
+
 
 class Stream:
     """One gRPC stream with one request."""
 
-    def __init__(self, grpc_port: int, model: str, inputs: list[Any], request_id: str = "") -> None:
+    def __init__(
+        self,
+        grpc_port: int,
+        model: str,
+        inputs: list[Any],
+        request_id: str = "",
+        headers: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self._client = grpcclient.InferenceServerClient(f"{LOOPBACK}:{grpc_port}")
         self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._client.start_stream(lambda result, error: self._responses.put((result, error)))
-        self._client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
+        self._client.start_stream(lambda result, error: self._responses.put((result, error)), headers=headers)
+        self._client.async_stream_infer(
+            model, inputs, request_id=request_id, enable_empty_final_response=True, **options
+        )
 
     def next(self, answer: Answer, seconds: float = ANSWER_SECONDS) -> bool:
         """Put the next response to `answer`; False when that was the last."""
@@ -48,6 +77,7 @@ class Stream:
             answer.error = str(error)
             return False
         final = result.get_response().parameters["triton_final_response"].bool_param
+        answer.results.append(result)
         tensor = result.as_numpy("text_output")
         if tensor is not None:
             answer.texts.append(tensor.reshape(-1)[0].decode())
@@ -72,17 +102,23 @@ class Stream:
         self._client.close()
 
 
-def make_inputs(text: bytes, shape: list[int] | None = None, **fields: Any) -> list[Any]:
+def make_input(name: str, value: Any, dtype: str | None = None, shape: list[int] | None = None) -> Any:
+    """One input tensor. A list is a row of values, [1, n]; with `shape` the value is repeated."""
+    dtype = dtype or DTYPES[name]
+    values = np.array([value] if isinstance(value, list) else [[value]], dtype=NUMPY_TYPES[dtype])
+    if shape is not None:
+        values = np.full(shape, values.reshape(-1)[0], dtype=values.dtype)
+    tensor = grpcclient.InferInput(name, list(values.shape), dtype)
+    tensor.set_data_from_numpy(values)
+    return tensor
+
+
+def make_inputs(text: bytes | None, **fields: Any) -> list[Any]:
     """Input tensors; a field's value may be a pair (value, Triton type) where the type matters."""
-    shape = shape or [1, 1]
-    tensor = grpcclient.InferInput("text_input", shape, "BYTES")
-    tensor.set_data_from_numpy(np.full(shape, text, dtype=np.object_))
-    inputs = [tensor]
+    inputs = [make_input("text_input", text)] if text is not None else []
     for name, value in fields.items():
-        value, dtype = value if isinstance(value, tuple) else (value, DTYPES[name])
-        tensor = grpcclient.InferInput(name, shape, dtype)
-        tensor.set_data_from_numpy(np.full(shape, value, dtype=NUMPY_TYPES[dtype]))
-        inputs.append(tensor)
+        pair = value if isinstance(value, tuple) else (value, None)
+        inputs.append(make_input(name, *pair))
     return inputs
 
 

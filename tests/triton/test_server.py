@@ -7,35 +7,18 @@ import json
 import signal
 import subprocess
 import sys
-import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadtest.server import LOOPBACK, ServeCommand
-from tests.triton.clients import Answer, Stream, make_inputs, wait_until
+from tests.triton.clients import Answer, Stream, make_input, make_inputs, wait_until
 from tests.triton.conftest import MODEL
-
-PROMPT = b"import os\n\n\ndef main(argv):\n"
-LONG_PROMPT = Path(textwrap.__file__).read_bytes()[:3000]
-"""The beginning of a module, with more history than a selection has rows."""
-
-
-def ask(server: ServeCommand, text: bytes = PROMPT, request_id: str = "", **fields: Any) -> Answer:
-    return Stream(server.grpc_port, MODEL, make_inputs(text, **fields), request_id).rest()
-
-
-def counted(server: ServeCommand, outcome: str) -> float:
-    return server.metrics().get(f'dhs_requests_total{{outcome="{outcome}"}}', 0.0)
-
-
-def is_idle(server: ServeCommand) -> bool:
-    """No session, every page free."""
-    now = server.metrics()
-    sessions = sum(value for name, value in now.items() if name.startswith("dhs_sessions"))
-    held = sum(now[f'dhs_pages{{state="{state}"}}'] for state in ("required", "optional", "in_transit"))
-    return sessions == 0 and held == 0 and now['dhs_host_pages{state="used"}'] == 0
+from tests.triton.talk import LONG_PROMPT, PROMPT, ask, counted, is_idle
+from trt_backend.triton.text import Tokenizer
 
 
 def test_streamed_pieces_are_the_whole_answer_and_the_last_one_is_final(server: ServeCommand) -> None:
@@ -103,31 +86,6 @@ def test_a_client_that_dies_gives_its_session_back(server: ServeCommand) -> None
     wait_until(lambda: is_idle(server))
 
 
-BAD_INPUTS: list[tuple[bytes, dict[str, Any], str]] = [
-    (b"", {"max_tokens": 4}, "text_input is empty"),
-    (b"ab\xff", {"max_tokens": 4}, "text_input is not UTF-8: byte 2 of 3 is 0xff"),
-    (PROMPT, {"max_tokens": 0}, "max_tokens=0 is not legal; legal range: 1 to 2048"),
-    (PROMPT, {"max_tokens": -1}, "max_tokens=-1 is not legal"),
-    (PROMPT, {"temperature": -1.0}, "temperature=-1 is not legal"),
-    (PROMPT, {"temperature": float("nan")}, "temperature=nan is not legal"),
-    (PROMPT, {"max_tokens": 9000}, "this deployment holds 2048 (max_model_len)"),
-    (b"x" * 200_000, {"max_tokens": 4}, "a prompt of 200000 bytes has at least"),
-    (PROMPT, {"max_tokens": 4, "shape": [1, 2]}, "text_input has shape [1, 2]; it must have exactly 1 element"),
-]
-
-
-def test_bad_inputs_are_refused_every_time_and_neighbours_go_on(server: ServeCommand) -> None:
-    alone = ask(server, LONG_PROMPT, max_tokens=60).text
-    neighbour = Stream(server.grpc_port, MODEL, make_inputs(LONG_PROMPT, max_tokens=60, stream=True), "neighbour")
-    for number, (text, fields, detail) in enumerate(BAD_INPUTS * 2):
-        answer = ask(server, text, request_id=f"bad{number}", **fields)
-        assert answer.texts == []
-        assert answer.error is not None
-        assert f"INVALID_ARGUMENT id=bad{number} " in answer.error
-        assert detail in answer.error
-    assert neighbour.rest().text == alone
-
-
 def test_two_requests_with_one_id_are_both_served(server: ServeCommand) -> None:
     inputs = make_inputs(PROMPT, max_tokens=24, stream=True)
     streams = [Stream(server.grpc_port, MODEL, inputs, "same") for _ in range(2)]
@@ -165,6 +123,138 @@ def test_metrics_count_rows_tokens_and_outcomes(server: ServeCommand) -> None:
     assert rows["host"] > 0
     assert now['dhs_resolver_rows_total{source="masked"}'] == 0
     assert grown["dhs_backed_up_pages_total"] > 0
+
+
+def text_of(server: ServeCommand, **fields: Any) -> str:
+    answer = ask(server, **fields)
+    assert answer.error is None
+    return answer.text
+
+
+def test_both_names_of_a_wish_work(server: ServeCommand) -> None:
+    assert len(ask(server, max_tokens=12, streaming=True).texts) > 1
+    assert text_of(server, request_output_len=12) == text_of(server, max_tokens=12, min_length=3)
+
+
+def test_prompts_as_token_ids_give_token_ids(server: ServeCommand, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT.decode()).tolist()
+    inputs = make_inputs(None, input_ids=ids, input_lengths=len(ids), request_output_len=20)
+    whole = Stream(server.grpc_port, MODEL, inputs).rest()
+    (output_ids,), (length,) = whole.tensors("output_ids"), whole.tensors("sequence_length")
+    assert (output_ids.shape, length.tolist()) == ((1, 20), [20])
+    assert tokenizer.decode(output_ids[0].tolist()) == text_of(server, max_tokens=20)
+    assert whole.texts == []
+    streamed = Stream(server.grpc_port, MODEL, [*inputs, make_input("streaming", True)]).rest()
+    pieces = streamed.tensors("output_ids")
+    assert len(pieces) > 1
+    assert np.concatenate([piece[0] for piece in pieces]).tolist() == output_ids[0].tolist()
+
+
+def test_vllm_parameters_give_the_same_text_as_tensors(server: ServeCommand) -> None:
+    parameters = json.dumps({"max_tokens": "24", "temperature": 0.9, "top_k": 20, "seed": 3}).encode()
+    assert text_of(server, sampling_parameters=parameters) == text_of(
+        server, max_tokens=24, temperature=0.9, top_k=20, seed=3
+    )
+
+
+def test_filters_change_what_is_drawn_and_one_token_is_greedy(server: ServeCommand) -> None:
+    greedy = text_of(server, max_tokens=24)
+    assert text_of(server, max_tokens=24, temperature=1.0, top_k=1) == greedy
+    assert text_of(server, max_tokens=24, temperature=1.0, top_p=1e-6) == greedy
+    assert text_of(server, max_tokens=24, temperature=1.0, min_p=1.0) == greedy
+    assert text_of(server, max_tokens=24, temperature=1.0, top_k=-1, seed=1) == text_of(
+        server, max_tokens=24, temperature=1.0, seed=1
+    )
+    assert text_of(server, max_tokens=24, repetition_penalty=1.5) != greedy
+
+
+def test_stop_words_end_the_text_before_them_in_pieces_and_whole(server: ServeCommand) -> None:
+    greedy = text_of(server, max_tokens=40)
+    stop = greedy[17:20]
+    wanted = greedy[: greedy.index(stop)]
+    fields = {"max_tokens": 40, "stop_words": [stop.encode(), b"never to be seen"], "return_finish_reason": True}
+    whole, streamed = ask(server, **fields), ask(server, **fields, stream=True)
+    assert whole.text == streamed.text == wanted
+    assert [reason.tolist() for reason in streamed.tensors("finish_reason")] == [[b"stop"]]
+    assert streamed.finals[-1] is True
+    kept = json.dumps({"max_tokens": 40, "temperature": 0, "stop": stop, "include_stop_str_in_output": True})
+    assert text_of(server, sampling_parameters=kept.encode()) == wanted + stop
+
+
+def test_bad_words_never_come(server: ServeCommand) -> None:
+    greedy = text_of(server, max_tokens=40)
+    word = next(word for word in greedy.split() if word.isalpha())
+    assert word not in text_of(server, max_tokens=40, bad_words=[word.encode()])
+
+
+def test_a_prompt_is_echoed_if_the_client_wants_it(server: ServeCommand) -> None:
+    greedy = text_of(server, max_tokens=12)
+    for stream in (False, True):
+        echoed = text_of(server, max_tokens=12, exclude_input_in_output=False, stream=stream)
+        assert echoed == PROMPT.decode() + greedy
+
+
+def test_log_probabilities_and_usage_come_with_the_answer(server: ServeCommand, tokenizer: Tokenizer) -> None:
+    flags = ("log_probs", "logprobs", "cumulative_logprob", "num_input_tokens", "num_output_tokens", "perf_metrics")
+    before = time.time_ns()
+    answer = ask(server, max_tokens=12, stream=True, **{f"return_{flag}": True for flag in flags})
+    logprobs = np.concatenate([tensor[0] for tensor in answer.tensors("output_log_probs")])
+    assert len(logprobs) == 12
+    assert (logprobs < 0).all()
+    assert answer.tensors("cum_log_probs")[-1][0] == pytest.approx(logprobs.sum(), rel=1e-5)
+    assert answer.tensors("cumulative_logprob")[-1][0] == answer.tensors("cum_log_probs")[-1][0]
+    described = [entry for tensor in answer.tensors("logprobs") for entry in json.loads(tensor[0])]
+    assert [next(iter(entry.values()))["rank"] for entry in described] == [1] * 12
+    assert answer.tensors("num_input_tokens")[0].tolist() == [len(tokenizer.encode(PROMPT.decode()))]
+    assert sum(int(tensor[0]) for tensor in answer.tensors("num_output_tokens")) == 12
+    stations = ("arrival", "first_scheduled", "first_token", "last_token")
+    times = [int(answer.tensors(f"{name}_time_ns")[0][0]) for name in stations]
+    course = [before, *times, time.time_ns()]
+    assert course == sorted(course)
+    assert answer.tensors("kv_cache_alloc_new_blocks")[0][0] > 0
+
+
+def test_a_prompt_is_scored_as_its_continuation_was(server: ServeCommand, tokenizer: Tokenizer) -> None:
+    """Log-probabilities of generated tokens equal those of the same tokens as part of a prompt."""
+    ids = tokenizer.encode(LONG_PROMPT.decode()).tolist()
+    inputs = make_inputs(None, input_ids=ids, max_tokens=30, return_log_probs=True)
+    generated = Stream(server.grpc_port, MODEL, inputs).rest()
+    new = generated.tensors("output_ids")[0][0].tolist()
+    assert len(new) == 30
+    scored = Stream(
+        server.grpc_port, MODEL, make_inputs(None, input_ids=ids + new, max_tokens=0, return_prompt_log_probs=True)
+    ).rest()
+    scores = scored.tensors("prompt_log_probs")[0][0]
+    assert len(scores) == len(ids) + len(new) - 1
+    assert scores[-len(new) :].tolist() == generated.tensors("output_log_probs")[0][0].tolist()
+
+
+def test_a_request_is_stopped_by_another_with_its_id(server: ServeCommand) -> None:
+    before = counted(server, "cancelled")
+    running = Stream(server.grpc_port, MODEL, make_inputs(PROMPT, max_tokens=900, stream=True), "long")
+    neighbour = Stream(server.grpc_port, MODEL, make_inputs(PROMPT, max_tokens=30, stream=True), "other")
+    answer = Answer()
+    assert running.next(answer)
+    stop = Stream(server.grpc_port, MODEL, make_inputs(None, stop=True), "long").rest()
+    assert (stop.error, stop.texts, stop.finals) == (None, [""], [True])
+    while running.next(answer):
+        pass
+    running.close(cancel=False)
+    assert answer.error is not None
+    assert "CANCELLED id=long cancelled after" in answer.error
+    assert neighbour.rest().text == text_of(server, max_tokens=30)
+    wait_until(lambda: counted(server, "cancelled") == before + 1)
+
+
+def test_a_deadline_ends_a_request_whether_it_is_a_tensor_or_tritons_timeout(server: ServeCommand) -> None:
+    for _ in range(2):
+        answer = ask(server, LONG_PROMPT, request_id="late", max_tokens=900, deadline_ms=1)
+        assert answer.error is not None
+        assert "DEADLINE_EXCEEDED id=late deadline_ms=1 has passed" in answer.error
+    inputs = make_inputs(LONG_PROMPT, max_tokens=1200, stream=True)
+    timed = Stream(server.grpc_port, MODEL, inputs, "timed", timeout=300_000).rest()
+    assert timed.error is not None
+    assert "DEADLINE_EXCEEDED id=timed deadline_ms=300 has passed: " in timed.error
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -373,9 +374,9 @@ class Scheduler:
             one = self._find(request_id)
             if one is None or one.request.deadline_ns != deadline_ns:
                 continue  # it ended in time; its id may be another's by now
-            allowed = (deadline_ns - one.times.arrival_ns) / 1e6
+            allowed = math.ceil((deadline_ns - one.times.arrival_ns) / 1e6)
             done = f"{one.sampler.generated} tokens made" if isinstance(one, Running) else "still waiting"
-            detail = f"deadline_ms={allowed:.0f} has passed: {done}"
+            detail = f"deadline_ms={allowed} has passed: {done}"
             self._close(one, RequestError(ErrorCode.DEADLINE_EXCEEDED, request_id, detail), FinishReason.CANCELLED)
 
     def _cancel_all(self, detail: str) -> None:
