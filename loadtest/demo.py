@@ -256,6 +256,7 @@ def main(
     started = time.perf_counter()
     options = [f"--model={MODEL}", "--residency=hisparse", f"--hot-tokens={HOT_TOKENS}"]
     options += [f"--device-pages={DEVICE_PAGES}", f"--page-tokens={PAGE_TOKENS}", "--max-sessions=4"]
+    options += ["--canary-seconds=3600"]  # its rows and tokens would be counted with those of the prompts
     streams = read_prompts()
     try:
         with tempfile.TemporaryDirectory(prefix="dhs-demo-") as folder, ServeCommand(Path(folder), *options) as server:

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.triton.clients import Stream, make_inputs, wait_until
-from trt_backend.config import ConfigError, DeploymentConfig
-from trt_backend.triton.launcher import LOOPBACK, ServerError, ServerOptions, TritonServer, free_ports
+from trt_backend.config import LOOPBACK, ConfigError, DeploymentConfig, ServerConfig
+from trt_backend.triton.launcher import ServerError, TritonServer
 from trt_backend.triton.locate import STUB, find_server
+from trt_backend.triton.ports import free_ports, on_free_ports
 from trt_backend.triton.process import SHM_FOLDER, children_of, command_of, sweep_regions
 from trt_backend.triton.repository import RunFolder, StartupEvent, make_run_folder, write_event
 
@@ -63,12 +64,12 @@ def write_model(folder: Path, body: str = "pass") -> Path:
 def make_server(tmp_path: Path, body: str = "pass", drain_seconds: float = 2.0) -> tuple[TritonServer, RunFolder]:
     template = write_model(tmp_path / "template", body)
     folder = make_run_folder(tmp_path / "run", "echo", DeploymentConfig(), template)
-    options = ServerOptions(*free_ports(3), startup_seconds=60.0, drain_seconds=drain_seconds)
-    return TritonServer(find_server(), folder, "echo", options), folder
+    config = on_free_ports(ServerConfig(startup_seconds=60.0, drain_seconds=drain_seconds))
+    return TritonServer(find_server(), folder, "echo", config), folder
 
 
 def regions(server: TritonServer) -> list[Path]:
-    return list(SHM_FOLDER.glob(f"{server.options.region_prefix}*"))
+    return list(SHM_FOLDER.glob(f"{server.region_prefix}*"))
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_stopped_server_has_finalized_its_model_and_left_no_shared_memory(
 
 def test_it_listens_on_loopback_only(echo: tuple[TritonServer, RunFolder]) -> None:
     server, _ = echo
-    ports = set(server.options.ports().values())
+    ports = set(server.config.ports().values())
     listening = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -109,7 +110,7 @@ def test_it_listens_on_loopback_only(echo: tuple[TritonServer, RunFolder]) -> No
 
 def test_the_death_of_the_models_process_is_noticed(echo: tuple[TritonServer, RunFolder]) -> None:
     server, _ = echo
-    Stream(server.options.grpc_port, "echo", make_inputs(b"please die")).rest()
+    Stream(server.config.grpc_port, "echo", make_inputs(b"please die")).rest()
     with pytest.raises(ServerError, match="the model's process has ended"):
         server.check()
 
@@ -125,10 +126,10 @@ def test_a_request_that_the_core_refused_does_not_keep_the_server_from_stopping(
     echo: tuple[TritonServer, RunFolder],
 ) -> None:
     server, _ = echo
-    answer = Stream(server.options.grpc_port, "echo", make_inputs(b"x", max_tokens=(1, "INT64"))).rest()
+    answer = Stream(server.config.grpc_port, "echo", make_inputs(b"x", max_tokens=(1, "INT64"))).rest()
     assert answer.error is not None
     assert "data-type is 'INT64'" in answer.error
-    assert Stream(server.options.grpc_port, "echo", make_inputs(b"y", max_tokens=1)).rest().text == "y"
+    assert Stream(server.config.grpc_port, "echo", make_inputs(b"y", max_tokens=1)).rest().text == "y"
     started = time.monotonic()
     server.stop(lambda _: None)
     assert time.monotonic() - started < 10
@@ -153,17 +154,17 @@ def test_a_server_killed_outright_leaves_no_process_and_no_shared_memory(
 
 def test_the_server_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     write_model(tmp_path / "template")
-    ports = free_ports(3)
+    ports = dict(zip(ServerConfig().ports(), free_ports(3), strict=True))
     script = f"""
 import threading, time
 from pathlib import Path
-from trt_backend.config import DeploymentConfig
-from trt_backend.triton.launcher import ServerOptions, TritonServer
+from trt_backend.config import DeploymentConfig, ServerConfig
+from trt_backend.triton.launcher import TritonServer
 from trt_backend.triton.locate import find_server
 from trt_backend.triton.repository import make_run_folder
 here = Path({str(tmp_path)!r})
 folder = make_run_folder(here / "run", "echo", DeploymentConfig(), here / "template")
-server = TritonServer(find_server(), folder, "echo", ServerOptions(*{ports}, drain_seconds=2.0))
+server = TritonServer(find_server(), folder, "echo", ServerConfig(**{ports}, drain_seconds=2.0))
 server.start()
 server.wait_ready(lambda _: None, threading.Event())
 print(server.pid, flush=True)
@@ -176,14 +177,14 @@ time.sleep(600)
     launcher.kill()
     launcher.wait()
     wait_until(lambda: "tritonserver" not in command_of(server_pid), seconds=15.0)
-    assert sweep_regions(f"dhs_{os.getuid()}_{ports[0]}_") == []
+    assert sweep_regions(f"dhs_{os.getuid()}_{ports['http_port']}_") == []
 
 
 def test_the_models_reason_for_refusing_reaches_the_operator(tmp_path: Path) -> None:
     body = """
 from pathlib import Path
 from trt_backend.triton.repository import StartupEvent, write_event
-record = Path(os.environ["DHS_STARTUP_RECORD"])
+record = Path(os.environ["TRT_BACKEND_STARTUP_RECORD"])
 write_event(record, StartupEvent("reading weights"))
 write_event(record, StartupEvent("config.json: top_k=0: legal range: 1 and up", failed=True))
 raise pb_utils.TritonModelException("refused")
@@ -209,16 +210,16 @@ def test_a_model_that_crashes_while_loading_shows_the_end_of_the_log(tmp_path: P
 def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:
     server, _ = make_server(tmp_path)
     with socket.socket() as taken:
-        taken.bind((LOOPBACK, server.options.metrics_port))
+        taken.bind((str(LOOPBACK), server.config.metrics_port))
         taken.listen()
-        with pytest.raises(ConfigError, match=f"metrics-port={server.options.metrics_port}: can't listen"):
+        with pytest.raises(ConfigError, match=rf"server\.metrics_port={server.config.metrics_port}: can't listen"):
             server.start()
 
 
 def test_two_ports_may_not_be_the_same(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "run", "echo", DeploymentConfig(), write_model(tmp_path / "template"))
-    server = TritonServer(find_server(), folder, "echo", ServerOptions(9000, 9001, 9000))
-    with pytest.raises(ConfigError, match="metrics-port=9000: already used by --http-port"):
+    server = TritonServer(find_server(), folder, "echo", ServerConfig(http_port=9000, metrics_port=9000))
+    with pytest.raises(ConfigError, match=r"server\.metrics_port=9000: already used by server\.http_port"):
         server.start()
 
 
@@ -229,8 +230,8 @@ def test_a_named_server_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 def test_a_region_in_use_is_not_swept(echo: tuple[TritonServer, RunFolder]) -> None:
     server, _ = echo
-    stale = SHM_FOLDER / f"{server.options.region_prefix}left-behind"
+    stale = SHM_FOLDER / f"{server.region_prefix}left-behind"
     stale.write_bytes(b"x")
     live = [region for region in regions(server) if region != stale]
-    assert sweep_regions(server.options.region_prefix) == [stale]
+    assert sweep_regions(server.region_prefix) == [stale]
     assert regions(server) == live

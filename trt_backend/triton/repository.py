@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import trt_backend
-from trt_backend.config import ConfigError, DeploymentConfig
+from trt_backend.config import LEGAL_MODEL_NAME, ConfigError, DeploymentConfig
 
-DEPLOYMENT_VARIABLE = "DHS_DEPLOYMENT"
-"""Environment variable that names the JSON file with the deployment's settings."""
-RECORD_VARIABLE = "DHS_STARTUP_RECORD"
+DEPLOYMENT_VARIABLE = "TRT_BACKEND_DEPLOYMENT"
+"""Environment variable that names the JSON file with the deployment's settings. (DHS_* are an operator's settings.)"""
+RECORD_VARIABLE = "TRT_BACKEND_STARTUP_RECORD"
 """Environment variable that names the file to which the model writes how its start-up goes (JSON lines)."""
 
-LEGAL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+KEPT_LOGS = 5
+"""Logs of earlier runs that stay in the run folder, as server.log.1 (the latest) to server.log.5."""
+BATCH_SIZE = re.compile(r"^max_batch_size: *\d+$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Everything one server leaves on disk. `root` is made anew at each start."""
+    """Everything one server leaves on disk. All but the logs is made anew at each run of `serve`."""
 
     root: Path
 
@@ -37,13 +40,18 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What tritonserver and the model print."""
+        """What tritonserver, the model and `serve` write, in the order of time; restarts are in one file."""
         return self.root / "server.log"
 
     @property
     def record(self) -> Path:
         """How the model's start-up goes, a JSON object a line."""
         return self.root / "startup.jsonl"
+
+    @property
+    def admin_key(self) -> Path:
+        """The key for restricted protocols, for this user's eyes only."""
+        return self.root / "admin.key"
 
 
 def make_run_folder(root: Path, model_name: str, config: DeploymentConfig, template: Path | None = None) -> RunFolder:
@@ -52,22 +60,52 @@ def make_run_folder(root: Path, model_name: str, config: DeploymentConfig, templ
     Raises:
         ConfigError: the name is not legal, or the folder can't be written.
     """
-    if not LEGAL_NAME.fullmatch(model_name):
+    if not re.fullmatch(LEGAL_MODEL_NAME, model_name):
         raise ConfigError(
-            f"command line: model-name={model_name!r}: legal: up to 64 letters, digits, '.', '_', '-', "
+            f"model_name={model_name!r}: legal: up to 64 letters, digits, '.', '_', '-', "
             "the first one a letter or digit"
         )
     source = template or default_template()
     folder = RunFolder(root)
     try:
-        if root.exists():
-            shutil.rmtree(root)
+        shutil.rmtree(folder.models, ignore_errors=True)
         shutil.copytree(source, folder.models / model_name, ignore=shutil.ignore_patterns("__pycache__"))
+        set_batch_dimension(folder.models / model_name / "config.pbtxt", config.batch_dimension)
         folder.deployment.write_text(config.model_dump_json(indent=2) + "\n")
-        folder.record.touch()
+        folder.record.write_text("")
+        keep_earlier_logs(folder.log)
     except OSError as error:
-        raise ConfigError(f"command line: state-dir={root.parent}: can't be written: {error}") from error
+        raise ConfigError(f"state_dir={root.parent}: can't be written: {error}") from error
     return folder
+
+
+def set_batch_dimension(config: Path, batched: bool) -> None:
+    """Write into a model's config.pbtxt whether its tensors begin with a batch dimension (of 1).
+
+    Raises:
+        ConfigError: the file has no line `max_batch_size: N`, or several.
+    """
+    text, count = BATCH_SIZE.subn(f"max_batch_size: {int(batched)}", config.read_text())
+    if count != 1:
+        raise ConfigError(f"{config}: {count} lines `max_batch_size: N`; batch_dimension needs exactly one to set")
+    config.write_text(text)
+
+
+def keep_earlier_logs(log: Path) -> None:
+    """Make way for a new log: server.log becomes server.log.1, that one server.log.2, and so on."""
+    for number in range(KEPT_LOGS - 1, 0, -1):
+        older = log.with_name(f"{log.name}.{number}")
+        if older.exists():
+            older.replace(log.with_name(f"{log.name}.{number + 1}"))
+    if log.exists():
+        log.replace(log.with_name(f"{log.name}.1"))
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """A file that only this user can read, from its first moment on."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret + "\n")
 
 
 def default_template() -> Path:
