@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -25,10 +25,11 @@ SAMPLE = re.compile(r"(dhs_\w+)(?:\{(.*)\})? (\S+)")
 class ServeCommand:
     """A server on free ports of loopback, stopped at the end of a `with` block and when this process dies.
 
-    `options` go to `trt-backend serve`. The thread that makes it must live as long as the server is to live.
+    `options` go to `trt-backend serve`, `environment` on top of our own. The thread that makes it must live as long as
+    the server is to live.
     """
 
-    def __init__(self, state_dir: Path, *options: str) -> None:
+    def __init__(self, state_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.lines: list[str] = []
         ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
@@ -39,6 +40,7 @@ class ServeCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
             preexec_fn=_die_with_parent(),
         )
@@ -80,6 +82,18 @@ class ServeCommand:
                 raise RuntimeError(f"the server was not ready after {seconds:g} s\n{self.output}")
         if not any(line.startswith("ready:") for line in self.lines):
             raise RuntimeError(self.output)
+
+    def wait_line(self, beginning: str, count: int = 1, seconds: float = 60.0) -> None:
+        """Return when it has printed `count` lines that begin so.
+
+        Raises:
+            RuntimeError: it has not in time, or has ended before.
+        """
+        deadline = time.monotonic() + seconds
+        while sum(line.startswith(beginning) for line in self.lines) < count:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no {count} lines {beginning!r}\n{self.output}")
+            time.sleep(0.05)
 
     def wait_exit(self, seconds: float = 60.0) -> int:
         """Its exit code, once it has ended by itself."""

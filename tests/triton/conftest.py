@@ -41,6 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, endless_model: Path) -> Ite
     """`trt-backend serve` with a small pool, for all tests that leave it as they found it."""
     options = [f"--model={endless_model}", "--residency=hisparse", "--max-sessions=4"]
     options += [f"--max-model-len={SERVER_MODEL_LEN}", "--queue-limit=8"]
+    options += ["--canary-seconds=3600"]  # tests count pages and steps
     with ServeCommand(tmp_path_factory.mktemp("server"), *options) as command:
         command.wait_ready()
         yield command

@@ -115,3 +115,24 @@ def test_generate_refuses_what_a_server_would_refuse() -> None:
     refused = runner.invoke(app, ["generate", "x", "--max-tokens", "600", "--max-model-len", "512"])
     assert refused.exit_code == 1
     assert "INVALID_ARGUMENT id=generate max_tokens=600 with a 1-token prompt needs 601 positions" in refused.output
+
+
+def test_config_shows_each_setting_with_its_source_and_refuses_what_serve_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("max_sessions: 4\nserver:\n  http_port: 9000\n")
+    monkeypatch.setenv("DHS_QUEUE_LIMIT", "7")
+    options = ["config", "--config", str(file), "--no-batch-dimension", "--grpc-port", "9001"]
+    found = json.loads(runner.invoke(app, [*options, "--json"]).output)
+    assert found["max_sessions"] == {"value": 4, "source": str(file)}
+    assert found["server.http_port"] == {"value": 9000, "source": str(file)}
+    assert found["queue_limit"] == {"value": 7, "source": "environment DHS_QUEUE_LIMIT"}
+    assert found["batch_dimension"] == {"value": False, "source": "--batch-dimension"}
+    assert found["server.grpc_port"] == {"value": 9001, "source": "--grpc-port"}
+    lines = [line.split(maxsplit=2) for line in runner.invoke(app, options).output.splitlines()]
+    assert ["queue_limit", "7", "environment DHS_QUEUE_LIMIT"] in lines
+    assert ["server.max_restarts", "2", "default"] in lines
+    refused = runner.invoke(app, [*options, "--max-model-len=9000"])
+    assert refused.exit_code == 1
+    assert "max_model_len=9000 is not legal" in refused.output

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -16,60 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.triton.clients import Stream, make_inputs, wait_until
+from tests.triton.echo import make_server, regions, stub_of, write_model
 from trt_backend.config import LOOPBACK, ConfigError, DeploymentConfig, ServerConfig
 from trt_backend.triton.launcher import ServerError, TritonServer
 from trt_backend.triton.locate import STUB, find_server
-from trt_backend.triton.ports import free_ports, on_free_ports
+from trt_backend.triton.ports import free_ports
 from trt_backend.triton.process import SHM_FOLDER, children_of, command_of, sweep_regions
 from trt_backend.triton.repository import RunFolder, StartupEvent, make_run_folder, write_event
-
-CONFIG = """
-backend: "python"
-max_batch_size: 1
-model_transaction_policy { decoupled: true }
-input [
-  { name: "text_input", data_type: TYPE_STRING, dims: [ -1 ] },
-  { name: "max_tokens", data_type: TYPE_INT32, dims: [ -1 ], optional: true },
-  { name: "stream", data_type: TYPE_BOOL, dims: [ -1 ], optional: true }
-]
-output [ { name: "text_output", data_type: TYPE_STRING, dims: [ -1 ] } ]
-instance_group [ { kind: KIND_CPU, count: 1 } ]
-"""
-ECHO = """
-import os
-import triton_python_backend_utils as pb_utils
-class TritonPythonModel:
-    def initialize(self, args):
-        BODY
-    def execute(self, requests):
-        for request in requests:
-            text = pb_utils.get_input_tensor_by_name(request, "text_input")
-            if b"die" in text.as_numpy().reshape(-1)[0]:
-                os._exit(1)
-            response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text.as_numpy())])
-            request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    def finalize(self):
-        print("finalized", flush=True)
-"""
-
-
-def write_model(folder: Path, body: str = "pass") -> Path:
-    """A model that says what it hears; `body` runs when it is loaded."""
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(CONFIG)
-    (folder / "1" / "model.py").write_text(ECHO.replace("BODY", textwrap.indent(body, " " * 8).strip()))
-    return folder
-
-
-def make_server(tmp_path: Path, body: str = "pass", drain_seconds: float = 2.0) -> tuple[TritonServer, RunFolder]:
-    template = write_model(tmp_path / "template", body)
-    folder = make_run_folder(tmp_path / "run", "echo", DeploymentConfig(), template)
-    config = on_free_ports(ServerConfig(startup_seconds=60.0, drain_seconds=drain_seconds))
-    return TritonServer(find_server(), folder, "echo", config), folder
-
-
-def regions(server: TritonServer) -> list[Path]:
-    return list(SHM_FOLDER.glob(f"{server.region_prefix}*"))
 
 
 @pytest.fixture
@@ -141,15 +93,14 @@ def test_a_server_killed_outright_leaves_no_process_and_no_shared_memory(
 ) -> None:
     server, _ = echo
     assert server.pid is not None
-    stubs = [child for child in children_of(server.pid) if STUB in command_of(child)]
-    assert len(stubs) == 1
+    stub = stub_of(server.pid)
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: not children_of(server.pid or 0))
     with pytest.raises(ServerError, match="ended with code -9"):
         server.check()
     server.stop(lambda _: None)
     assert regions(server) == []
-    wait_until(lambda: STUB not in command_of(stubs[0]))
+    wait_until(lambda: STUB not in command_of(stub))
 
 
 def test_the_server_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
