@@ -60,7 +60,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def legal_values(field: FieldInfo) -> str:
-    """ "16 to 1024, multiples of 16", "resident or hisparse": the range of a setting in words; empty if it has none."""
+    """ "16 to 1024, multiples of 16", "resident, hisparse": the range of a setting in words; empty if it has none."""
     choices = [choice.value for kind in _types(field) for choice in (kind if issubclass(kind, Enum) else ())]
     if choices:
         return ", ".join(choices)
@@ -177,7 +177,7 @@ def _fault(key: str, value: Any, message: str, origins: Mapping[str, str]) -> st
 
 
 def _require_tls_files(settings: Settings) -> None:
-    """Triton ignores a certificate when TLS is off, and speaks without the one that is missing only once asked.
+    """Triton ignores certificates while TLS is off, and says which file it lacks only in its log.
 
     Raises:
         ConfigError: naming the setting that is missing or too many, or the file that can't be read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -56,7 +57,8 @@ def test_a_crashed_model_is_restarted_and_the_third_crash_within_a_minute_ends_s
     assert (
         "error: crash 3 within 60 s of serving (max_restarts=2, restart_window_seconds=60): giving up" in command.output
     )
-    assert "the reason: the model's process has ended" in command.output
+    # 2.51 sometimes aborts when it loses its model in the middle of a request.
+    assert re.search(r"the reason: (the model's process has ended|tritonserver ended with code -6)", command.output)
     assert [line for line in command.lines if line.startswith("restart ")] == [
         "restart 1 in 0.1 s (1 of 2 within 60 s)",
         "restart 2 in 0.2 s (2 of 2 within 60 s)",
@@ -137,7 +139,7 @@ def test_a_canary_refused_for_overload_means_alive_and_another_error_does_not(tm
         refusal.write_text("INTERNAL id=dhs-canary a fault")
         assert look_until_answered(canary) == "INTERNAL id=dhs-canary a fault"
         time.sleep(config.canary_timeout_seconds)
-        with pytest.raises(TimeoutError, match="the last bad one: INTERNAL id=dhs-canary a fault"):
+        with pytest.raises(TimeoutError, match="the last one: INTERNAL id=dhs-canary a fault"):
             canary.look()
         canary.close()
 

@@ -17,6 +17,9 @@ CANARY_INPUTS: dict[str, Any] = {"text_input": "def main(", "max_tokens": 1, "st
 """One token, before everybody else."""
 BUSY = ("OVERLOADED", "DEADLINE_EXCEEDED")
 """How an error begins that only a live model gives."""
+NO_ANSWER = "no answer"
+TRIES = 10
+"""How many canaries at least may get a bad answer before the model counts as dead."""
 ALL_ADDRESSES = "0.0.0.0"
 CLOSING_SECONDS = 2.0
 """How long a canary under way is waited for when the server is to stop."""
@@ -80,7 +83,7 @@ class Canary:
         self._connection: http.client.HTTPConnection | None = None
         self._sent = 0.0
         self._failing_since: float | None = None
-        self._last_fault = "none came"
+        self._last_fault = NO_ANSWER
 
     def first(self, seconds: float) -> str | None:
         """Learn which inputs the model has and wait for a whole inference: None if it is good, else what was wrong."""
@@ -96,7 +99,7 @@ class Canary:
             status, answer = self._door.ask("POST", f"{self._model}/generate", without_deadline, seconds)
         except OSError as error:
             return f"no answer: {error}"
-        self._sent, self._failing_since = time.monotonic(), None
+        self._sent, self._failing_since, self._last_fault = time.monotonic(), None, NO_ANSWER
         return None if status == http.client.OK and "text_output" in answer else answer
 
     def look(self) -> str | None:
@@ -110,8 +113,9 @@ class Canary:
         if self._connection is not None:
             if select.select([self._connection.sock], [], [], 0.0)[0]:
                 fault = self._take()
-                self._failing_since = None if fault is None else self._failing_since
-        elif now - self._sent >= self._config.canary_seconds:
+                if fault is None:
+                    self._failing_since, self._last_fault = None, NO_ANSWER
+        elif now - self._sent >= self._period():
             self._sent = now
             self._failing_since = now if self._failing_since is None else self._failing_since
             try:
@@ -124,7 +128,7 @@ class Canary:
             raise TimeoutError(
                 f"no canary has had a good answer for {now - self._failing_since:.1f} s "
                 f"(canary_timeout_seconds={self._config.canary_timeout_seconds:g}); "
-                f"the last bad one: {self._last_fault}"
+                f"the last one: {self._last_fault}"
             )
         return fault
 
@@ -139,6 +143,11 @@ class Canary:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _period(self) -> float:
+        if self._failing_since is None:
+            return self._config.canary_seconds
+        return min(self._config.canary_seconds, self._config.canary_timeout_seconds / TRIES)
 
     def _take(self) -> str | None:
         assert self._connection is not None
