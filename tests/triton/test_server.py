@@ -251,7 +251,7 @@ def test_a_deadline_ends_a_request_whether_it_is_a_tensor_or_tritons_timeout(ser
         answer = ask(server, LONG_PROMPT, request_id="late", max_tokens=900, deadline_ms=1)
         assert answer.error is not None
         assert "DEADLINE_EXCEEDED id=late deadline_ms=1 has passed" in answer.error
-    inputs = make_inputs(LONG_PROMPT, max_tokens=1200, stream=True)
+    inputs = make_inputs(LONG_PROMPT, max_tokens=900, stream=True)
     timed = Stream(server.grpc_port, MODEL, inputs, "timed", timeout=300_000).rest()
     assert timed.error is not None
     assert "DEADLINE_EXCEEDED id=timed deadline_ms=300 has passed: " in timed.error

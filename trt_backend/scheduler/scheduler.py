@@ -43,7 +43,7 @@ OBSERVE_SECONDS = 0.02
 
 @dataclass(slots=True)
 class Totals:
-    """What has been done since the start. `ticks` grows whenever the thread is alive and awake."""
+    """What has been done since the start."""
 
     rows: RowCounts = field(default_factory=RowCounts)
     generated_tokens: int = 0
@@ -52,7 +52,6 @@ class Totals:
     overtakes: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    ticks: int = 0
     backed_up_pages: int = 0
 
 
@@ -135,14 +134,14 @@ class Scheduler:
         self._intake.end(request_id, FinishReason.STOP)
 
     @property
-    def ticks(self) -> int:
-        """Grows while the thread goes round; see `Totals`."""
-        return self._totals.ticks
+    def steps(self) -> int:
+        """Steps since the start."""
+        return self._totals.steps
 
     @property
-    def busy(self) -> bool:
-        """Whether requests wait or run."""
-        return bool(self._running) or len(self._waiting) > 0
+    def load(self) -> tuple[int, int]:
+        """How many requests run and wait."""
+        return len(self._running), len(self._waiting)
 
     def snapshot(self) -> Snapshot:
         """The state after the latest tick."""
@@ -163,7 +162,6 @@ class Scheduler:
 
     def _tick(self) -> bool:
         """One round: fences, deadlines, admissions, a step, messages. False when stopped and nobody is left."""
-        self._totals.ticks += 1
         self._hierarchy.poll()
         self._give_up_late()
         self._admit()

@@ -11,13 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
-from trt_backend.build import Deployment, build_runtime
+from trt_backend.build import Deployment, Runtime, build_runtime
 from trt_backend.config import DeploymentConfig
 from trt_backend.request import ErrorCode, FinishReason, Output, RequestError
 from trt_backend.scheduler import Snapshot
 from trt_backend.triton.inputs import Fields
 from trt_backend.triton.outputs import Ended
 from trt_backend.triton.parse import Limits, Shape, make_request
+from trt_backend.triton.stall import StallWatch
 from trt_backend.triton.stream import Sink, Streamer
 from trt_backend.triton.text import Tokenizer, read_end_ids
 from trt_backend.triton.watch import Watch
@@ -25,6 +26,12 @@ from trt_backend.triton.watch import Watch
 log = logging.getLogger(__name__)
 CANCEL_POLL_SECONDS = 0.05
 METRICS_SECONDS = 0.5
+STALL_POLL_SECONDS = 1.0
+STREAMERS = 4
+"""Threads that send responses, each request on one of them. A send waits for the server process most of its time, so
+one thread can't keep up: with 64 streams four sent more than twice as much."""
+
+Build = Callable[[DeploymentConfig, Callable[[str], None]], Runtime]
 
 
 class Metrics(Protocol):
@@ -60,6 +67,7 @@ class Service:
         metrics: Metrics | None = None,
         on_end: Callable[[Ended], None] = lambda _: None,
         on_failure: Callable[[str], None] = lambda _: None,
+        build: Build = build_runtime,
     ) -> None:
         deployment = Deployment.of(config)
         self._tokenizer = Tokenizer.load(deployment.folder, deployment.model.vocab_size)
@@ -67,8 +75,10 @@ class Service:
             max_model_len=deployment.max_model_len,
             vocab_size=deployment.model.vocab_size,
             end_ids=read_end_ids(deployment.folder, deployment.model.end_ids),
+            default_max_tokens=config.default_max_tokens,
+            exclude_input_in_output=config.exclude_input_in_output,
         )
-        self._runtime = build_runtime(config, progress)
+        self._runtime = build(config, progress)
         self._scheduler = self._runtime.scheduler
         self._metrics = metrics
         self._on_end, self._on_failure = on_end, on_failure
@@ -78,20 +88,26 @@ class Service:
         self._numbers = itertools.count(1)
         self._unpublished: list[Ended] = []
         self._news = threading.Event()
-        self._streamer = Streamer(self._tokenizer, self._ended, self._scheduler)
-        self._watch = Watch({self._poll_cancelled: CANCEL_POLL_SECONDS, self._publish: METRICS_SECONDS})
+        self._streamers = [Streamer(self._tokenizer, self._ended, self._scheduler) for _ in range(STREAMERS)]
+        scheduler = self._scheduler
+        stall = StallWatch(lambda: scheduler.steps, lambda: scheduler.load, config.stall_seconds, on_failure)
+        self._watch = Watch(
+            {self._poll_cancelled: CANCEL_POLL_SECONDS, self._publish: METRICS_SECONDS, stall.look: STALL_POLL_SECONDS}
+        )
 
     def start(self) -> None:
         """Start serving."""
         self._scheduler.start()
-        self._streamer.start()
+        for streamer in self._streamers:
+            streamer.start()
         self._watch.start()
 
     def stop(self, drain_seconds: float) -> None:
         """Refuse new requests, let running ones finish for `drain_seconds`, cancel the rest, end all threads."""
         log.info("stopping; %d requests are live", len(self._live))
         self._scheduler.stop(drain_seconds)
-        self._streamer.stop()
+        for streamer in self._streamers:
+            streamer.stop()
         self._watch.stop()
         self._runtime.close()
         log.info("stopped")
@@ -103,6 +119,7 @@ class Service:
         the client's own, unless that is empty or in use.
         """
         request_id = self._register(client_id, sink)
+        streamer = self._streamers[hash(request_id) % STREAMERS]
         shape = None
         try:
             fields = read(request_id)
@@ -110,21 +127,22 @@ class Service:
                 self._stop(client_id, request_id, sink)
                 return
             request, shape = make_request(request_id, fields, self._tokenizer, self._limits)
-            self._streamer.open(request_id, sink, shape)
-            self._scheduler.submit(request, self._streamer.deliver)
+            streamer.open(request_id, sink, shape)
+            self._scheduler.submit(request, streamer.deliver)
         except RequestError as error:
             # Without its traceback, which would keep the client's request alive until the last response is gone.
             again = RequestError(error.code, request_id, error.detail, error.retry_after_ms)
-            self._refuse(request_id, sink, shape, again)
+            self._refuse(streamer, sink, shape, again)
         except Exception as error:
             log.exception("request %s could not be taken", request_id)
             detail = f"{type(error).__name__}: {error}"
-            self._refuse(request_id, sink, shape, RequestError(ErrorCode.INTERNAL, request_id, detail))
+            self._refuse(streamer, sink, shape, RequestError(ErrorCode.INTERNAL, request_id, detail))
 
-    def _refuse(self, request_id: str, sink: Sink, shape: Shape | None, error: RequestError) -> None:
+    @staticmethod
+    def _refuse(streamer: Streamer, sink: Sink, shape: Shape | None, error: RequestError) -> None:
         if shape is None:
-            self._streamer.open(request_id, sink, Shape(frozenset()))
-        self._streamer.deliver(Output(request_id, finish=FinishReason.ERROR, error=error))
+            streamer.open(error.request_id, sink, Shape(frozenset()))
+        streamer.deliver(Output(error.request_id, finish=FinishReason.ERROR, error=error))
 
     def cancel_all(self) -> None:
         """Cancel whatever runs."""
@@ -184,20 +202,18 @@ class Service:
         with self._lock:
             ended, self._unpublished = self._unpublished, []
         for one in ended:
-            log.info("%s", describe_end(one), extra={"request_id": one.request_id})
+            log.info("ended: %s", one.error or one.finish.value, extra=measures(one))
         if self._metrics is not None:
             self._metrics.publish(self._scheduler.snapshot(), ended)
 
 
-def describe_end(ended: Ended) -> str:
-    """One line for the log. Times in milliseconds."""
+def measures(ended: Ended) -> dict[str, object]:
+    """A request's line in the log, as fields. Times in milliseconds, from its arrival."""
     times = ended.times
-    stations = {
-        "queue_ms": (times.admitted_ns, times.arrival_ns),
-        "ttft_ms": (times.first_token_ns, times.arrival_ns),
-        "e2e_ms": (times.last_token_ns, times.arrival_ns),
+    stations = {"queue_ms": times.admitted_ns, "ttft_ms": times.first_token_ns, "e2e_ms": times.last_token_ns}
+    return {
+        "request_id": ended.request_id,
+        "prompt_tokens": ended.prompt_tokens,
+        "generated": ended.generated,
+        **{name: round((ns - times.arrival_ns) / 1e6, 1) for name, ns in stations.items() if ns},
     }
-    measured = [f"{name}={(end - start) / 1e6:.1f}" for name, (end, start) in stations.items() if end and start]
-    counts = [f"prompt_tokens={ended.prompt_tokens}", f"generated={ended.generated}", *measured]
-    how = str(ended.error) if ended.error is not None else ended.finish.value
-    return f"ended: {how}; {' '.join(counts)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import traceback
@@ -15,12 +14,14 @@ from typing import Any
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
+from trt_backend.build import build_runtime
 from trt_backend.config import ConfigError, load_deployment
+from trt_backend.logs import set_up_model_logging
 from trt_backend.request import ErrorCode, RequestError
 from trt_backend.triton.inputs import Fields, read_fields
 from trt_backend.triton.metrics_triton import TritonMetrics
 from trt_backend.triton.repository import DEPLOYMENT_VARIABLE, RECORD_VARIABLE, StartupEvent, write_event
-from trt_backend.triton.service import Service
+from trt_backend.triton.service import Build, Service
 
 # The Python backend puts its classes into pb_utils after it has imported the model: none can be named up here.
 TRITON_CODES = {
@@ -103,13 +104,15 @@ class Door:
         return fields
 
 
-def open_service(model_name: str, model_version: str) -> Service:
+def open_service(model_name: str, model_version: str, build: Build = build_runtime) -> Service:
     """Load and start the deployment that the environment names; how that goes is written to the start-up record.
+
+    `build` makes the runtime: another one than the deployment's own is for measuring what is around it.
 
     Raises:
         TritonModelException: it can't be served; the message says why.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_model_logging()
     named = os.environ.get(RECORD_VARIABLE)
     record = Path(named) if named else None
 
@@ -127,6 +130,7 @@ def open_service(model_name: str, model_version: str) -> Service:
             progress=lambda message: write_event(record, StartupEvent(message)),
             metrics=TritonMetrics(model_name, model_version),
             on_failure=fail,
+            build=build,
         )
     except ConfigError as error:
         fail(str(error))
