@@ -114,7 +114,7 @@ def test_genai_perf_completes_a_profile(server: ServeCommand, tmp_path: Path, ba
     requests = requests_of(folder / "profile_export.json")
     assert len(requests) == REQUESTS
     for request in requests[:4]:
-        wishes = {
+        wishes: dict[str, Any] = {
             name: value.encode() if isinstance(value, str) else value
             for name, value in request["request_inputs"].items()
         }
