@@ -12,10 +12,10 @@ import pytest
 
 from tests.arithmetic_engine import VOCAB, ArithmeticEngine, expected
 from tests.serving import Int32
-from trt_backend.config import Residency
+from trt_backend.config import ReclaimOrder, Residency
 from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
 from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
-from trt_backend.kv.residency import POLICIES
+from trt_backend.kv.residency import POLICIES, ResidencyTuning
 from trt_backend.kv.tables import SlotTables
 from trt_backend.memory.arena import RowStore
 from trt_backend.memory.cpu import CpuTransfers
@@ -68,14 +68,21 @@ class House:
         assert (self.hierarchy.host.used, self.hierarchy.index.used, self.hierarchy.slots.used) == (0, 0, 0)
 
 
-def build(residency: Residency, device_pages: int, slots: int = 8, queue_limit: int = 100, chunk: int = 24) -> House:
+def build(
+    residency: Residency,
+    device_pages: int,
+    slots: int = 8,
+    queue_limit: int = 100,
+    chunk: int = 24,
+    tuning: ResidencyTuning | None = None,
+) -> House:
     hot_tokens = 0 if residency is Residency.RESIDENT else 16
     layout = KvLayout((KvSource("only", 8),), (IndexGroup((0,), 16, 4),), page_tokens=8, hot_tokens=hot_tokens)
-    sizes = PoolSizes(slots, device_pages, host_pages=slots * 50, index_pages=slots * 50)
+    sizes = PoolSizes(slots, device_pages, host_pages=slots * 50, index_pages=slots * 50, chunk_tokens=chunk)
     tables = SlotTables.empty(layout, slots, MAX_LEN)
     arenas, pool = RowStore(layout, sizes.device_pages), RowStore(layout, sizes.host_pages)
     transfers = CpuTransfers(arenas, pool)
-    hierarchy = Hierarchy(layout, POLICIES[residency], tables, transfers, sizes)
+    hierarchy = Hierarchy(layout, POLICIES[residency], tables, transfers, sizes, tuning)
     engine = ArithmeticEngine(layout, tables, arenas, pool)
     scheduler = Scheduler(hierarchy, engine, SchedulerLimits(queue_limit, chunk, MAX_LEN))
     return House(scheduler, hierarchy, engine, transfers)
@@ -96,9 +103,27 @@ def prompt(length: int, seed: int = 0) -> Int32:
     return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
 
 
-@pytest.mark.parametrize(("residency", "pages"), [(Residency.RESIDENT, 120), (Residency.HISPARSE, 60)])
-def test_every_request_gets_its_own_answer_when_many_share_a_small_pool(residency: Residency, pages: int) -> None:
-    house = build(residency, pages)
+@pytest.mark.parametrize(
+    ("residency", "pages", "tuning"),
+    [
+        (Residency.RESIDENT, 120, ResidencyTuning()),
+        (Residency.HISPARSE, 60, ResidencyTuning()),
+        *(
+            (Residency.ADAPTIVE, pages, ResidencyTuning(order, 2, 2, 8, background, promote))
+            for pages, order, background, promote in (
+                (60, ReclaimOrder.OLDEST, 4, True),
+                (60, ReclaimOrder.COLDEST, 0, False),
+                (100, ReclaimOrder.NEWEST, 2, True),
+                (100, ReclaimOrder.LARGEST, 0, True),
+                (24, ReclaimOrder.OLDEST, 1, True),
+            )
+        ),
+    ],
+)
+def test_every_request_gets_its_own_answer_when_many_share_a_small_pool(
+    residency: Residency, pages: int, tuning: ResidencyTuning
+) -> None:
+    house = build(residency, pages, tuning=tuning)
     rng = np.random.default_rng(3)
     requests = [Request(f"r{i}", prompt(int(rng.integers(1, 200)), i), int(rng.integers(1, 150))) for i in range(60)]
     for request in requests:
@@ -111,12 +136,15 @@ def test_every_request_gets_its_own_answer_when_many_share_a_small_pool(residenc
     house.scheduler.stop(drain_seconds=5)
     house.transfers.close()
     house.assert_empty()
+    if residency is Residency.ADAPTIVE:
+        assert house.hierarchy.moved.reclaimed > 0, "nothing was ever short"
 
 
 def test_prompts_go_on_in_chunks_while_others_decode(house: House) -> None:
+    house.engine.gate.clear()
     house.submit(Request("decoding", prompt(5), 60))
-    house.wait_for("decoding")
     house.submit(Request("importing", prompt(240, 1), 3))
+    house.engine.gate.set()
     house.wait("importing")
     house.wait("decoding")
     mixed = [prefill for decodes, prefill in house.engine.batches if decodes and prefill]

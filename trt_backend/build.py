@@ -10,7 +10,7 @@ from pathlib import Path
 from trt_backend.config import ConfigError, DeploymentConfig, Residency
 from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
 from trt_backend.kv.layout import KvLayout
-from trt_backend.kv.residency import POLICIES, ResidencyPolicy, need_of
+from trt_backend.kv.residency import POLICIES, Need, ResidencyPolicy, ResidencyTuning, need_of
 from trt_backend.kv.tables import SlotTables
 from trt_backend.models.registry import kv_layout, read_config
 from trt_backend.models.state import ModelConfig
@@ -18,6 +18,9 @@ from trt_backend.scheduler import Scheduler, SchedulerLimits
 
 SHIPPED_MODELS = Path(__file__).parent.parent / "build_engines" / "tiny"
 """Where the checkpoints that come with the project lie, one folder a model."""
+
+UNBOUNDED = 1 << 40
+"""More pages than any prompt needs: so that nothing is imported through a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Deployment:
     layout: KvLayout
     policy: ResidencyPolicy
     sizes: PoolSizes
+    tuning: ResidencyTuning
     max_model_len: int
 
     @classmethod
@@ -47,7 +51,8 @@ class Deployment:
         layout = _layout(config, model)
         policy = POLICIES[config.residency]
         sizes = _sizes(config, layout, policy, max_model_len)
-        return cls(config, folder, model, layout, policy, sizes, max_model_len)
+        tuning = _tuning(config, layout, policy, sizes)
+        return cls(config, folder, model, layout, policy, sizes, tuning, max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     arenas = RowStore(layout, sizes.device_pages)
     pool = RowStore(layout, sizes.host_pages)
     transfers = CpuTransfers(arenas, pool)
-    hierarchy = Hierarchy(layout, deployment.policy, tables, transfers, sizes)
+    hierarchy = Hierarchy(layout, deployment.policy, tables, transfers, sizes, deployment.tuning)
     hot = HotState.empty(len(layout.groups), sizes.slots, layout.hot_tokens)
     memory = DeviceMemory(arenas, pool, IndexKeyStore(layout, sizes.index_pages), hot)
     threads = config.threads or len(os.sched_getaffinity(0))
@@ -122,22 +127,44 @@ def _layout(config: DeploymentConfig, model: ModelConfig) -> KvLayout:
 
 def _sizes(config: DeploymentConfig, layout: KvLayout, policy: ResidencyPolicy, max_model_len: int) -> PoolSizes:
     """Pools for `max_sessions` sessions: their longest need, the imports of a non-resident deployment one by one."""
-    longest = need_of(layout, policy, max_model_len - 1, max_model_len)
+    chunk = config.prefill_chunk_tokens
+
+    def need(prompt_tokens: int, max_length: int) -> Need:
+        return need_of(layout, policy, prompt_tokens, max_length, UNBOUNDED, chunk)
+
+    longest = need(max_model_len - 1, max_model_len)
     slots = config.max_sessions
-    if policy.keeps_history:
-        device_pages = slots * longest.device
+    if policy.uses_host:
+        device_pages = slots * (layout.hot_pages + need(1, max_model_len).tail) + longest.history
     else:
-        device_pages = slots * (layout.hot_pages + need_of(layout, policy, 1, max_model_len).tail) + longest.history
+        device_pages = slots * longest.device
     sizes = PoolSizes(
         slots=slots,
         device_pages=config.device_pages or device_pages,
         host_pages=(config.host_pages or slots * longest.host) if policy.uses_host else 0,
         index_pages=slots * layout.pages_for(max_model_len),
+        chunk_tokens=chunk,
     )
-    smallest = need_of(layout, policy, 1, 2)
+    smallest = need(1, 2)
     _within("device_pages", sizes.device_pages, smallest.device, None)
     _within("host_pages", sizes.host_pages, smallest.host, None)
     return sizes
+
+
+def _tuning(config: DeploymentConfig, layout: KvLayout, policy: ResidencyPolicy, sizes: PoolSizes) -> ResidencyTuning:
+    """The reserve is what a session of one page takes, at most a tenth of the pool; the hysteresis a fiftieth of it."""
+    pages = sizes.device_pages
+    smallest = need_of(layout, policy, layout.page_tokens, 2 * layout.page_tokens, UNBOUNDED, sizes.chunk_tokens)
+    reserve = min(smallest.device, pages // 10) if config.reserve_pages is None else config.reserve_pages
+    hysteresis = pages // 50 if config.refill_hysteresis_pages is None else config.refill_hysteresis_pages
+    return ResidencyTuning(
+        reclaim_order=config.reclaim_order,
+        reserve_pages=_within("reserve_pages", reserve, 0, pages),
+        hysteresis_pages=_within("refill_hysteresis_pages", hysteresis, 0, pages),
+        refill_pages_per_tick=config.refill_pages_per_tick,
+        backup_pages_per_tick=config.backup_pages_per_tick,
+        promote_decode_pages=config.promote_decode_pages,
+    )
 
 
 def _within(key: str, value: int, low: int, high: int | None) -> int:

@@ -29,6 +29,16 @@ class Residency(StrEnum):
 
     RESIDENT = "resident"
     HISPARSE = "hisparse"
+    ADAPTIVE = "adaptive"
+
+
+class ReclaimOrder(StrEnum):
+    """Whose optional memory is taken back first; see `kv.reclaim`."""
+
+    OLDEST = "oldest"
+    NEWEST = "newest"
+    LARGEST = "largest"
+    COLDEST = "coldest"
 
 
 class RowFormat(StrEnum):
@@ -93,6 +103,14 @@ class DeploymentConfig(BaseModel):
     default_max_tokens: int = Field(default=256, ge=1, description="new tokens at most, where a request does not say")
     exclude_input_in_output: bool = Field(default=True, description="leave the prompt out of answers, unless asked for")
     batch_dimension: bool = Field(default=True, description="clients send [1, n] tensors; otherwise [n]")
+    reclaim_order: ReclaimOrder = Field(default=ReclaimOrder.OLDEST, description="whose optional pages are taken first")
+    reserve_pages: int | None = Field(default=None, ge=0, description="free pages that only admissions may use")
+    refill_hysteresis_pages: int | None = Field(
+        default=None, ge=0, description="pages above the reserve that refills leave free"
+    )
+    refill_pages_per_tick: int = Field(default=64, ge=1, description="pages brought back to the device in a tick")
+    backup_pages_per_tick: int = Field(default=4, ge=0, description="dirty pages copied to the host in a tick")
+    promote_decode_pages: bool = Field(default=True, description="keep pages that decoding fills, while there is room")
     stall_seconds: float = Field(default=60.0, gt=0, le=86400, description="time without a step, though there is work")
 
 

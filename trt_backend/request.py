@@ -158,8 +158,9 @@ class Output:
     """What one step made for one request. Exactly one Output of a request has `finish` set, and it is the last.
 
     `tokens` may be empty only when `finish` is set. `error` is set only with `finish` ERROR, or CANCELLED.
-    `device_pages` is what it was admitted with. `logprobs` has one entry a token if the request asked for them. `prompt_logprobs`, float32 [prompt_tokens - 1],
-    comes once, with the first Output after the prompt: of each prompt token but the first.
+    `device_pages` is what it was admitted with. `logprobs` has one entry a token if the request asked for them.
+    `prompt_logprobs`, float32 [prompt_tokens - 1], comes once, with the first Output after the prompt: of each prompt
+    token but the first.
     """
 
     request_id: str

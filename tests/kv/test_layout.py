@@ -11,6 +11,9 @@ from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
 from trt_backend.kv.residency import POLICIES, Need, need_of
 
 
+POOL, CHUNK = 100, 512
+
+
 def layout(page_tokens: int = 64, hot_tokens: int = 128, ratio: int = 1) -> KvLayout:
     return KvLayout(
         (KvSource("a", 100), KvSource("b", 50, ratio)), (IndexGroup((0, 1), 128, 10),), page_tokens, hot_tokens
@@ -44,21 +47,26 @@ def test_sizes_that_do_not_fit_are_refused_with_what_would(
 
 def test_a_hisparse_session_needs_the_same_device_pages_however_long_it_gets() -> None:
     policy = POLICIES[Residency.HISPARSE]
-    short, long = need_of(layout(), policy, 640, 900), need_of(layout(), policy, 640, 640_000)
-    assert short == Need(hot=2, tail=3, history=10, growth=0, host=15, index=15)
+    short, long = need_of(layout(), policy, 640, 900, POOL, CHUNK), need_of(layout(), policy, 640, 640_000, POOL, CHUNK)
+    assert short == Need(hot=2, tail=3, history=10, windowed=False, host=15, index=15)
     assert (long.device, long.host, long.index) == (short.device, 10_000, 10_000)
 
 
 def test_a_resident_session_takes_all_its_pages_and_no_host() -> None:
-    need = need_of(layout(hot_tokens=0), POLICIES[Residency.RESIDENT], 640, 900)
-    assert need == Need(hot=0, tail=3, history=10, growth=2, host=0, index=15)
+    need = need_of(layout(hot_tokens=0), POLICIES[Residency.RESIDENT], 640, 900, POOL, CHUNK)
+    assert need == Need(hot=0, tail=0, history=15, windowed=False, host=0, index=15)
     assert need.device == 15
 
 
+def test_a_prompt_longer_than_the_pool_needs_two_chunks_of_it_at_a_time() -> None:
+    need = need_of(layout(), POLICIES[Residency.ADAPTIVE], 64_000, 64_200, POOL, CHUNK)
+    assert need == Need(hot=2, tail=3, history=16, windowed=True, host=1004, index=1004)
+
+
 def test_a_tail_is_no_longer_than_what_is_left_to_write() -> None:
-    assert need_of(layout(), POLICIES[Residency.HISPARSE], 640, 641).tail == 1
-    assert need_of(layout(), POLICIES[Residency.HISPARSE], 63, 64).tail == 1
-    assert need_of(layout(), POLICIES[Residency.HISPARSE], 1, 200).tail == 3
+    assert need_of(layout(), POLICIES[Residency.HISPARSE], 640, 641, POOL, CHUNK).tail == 1
+    assert need_of(layout(), POLICIES[Residency.HISPARSE], 63, 64, POOL, CHUNK).tail == 1
+    assert need_of(layout(), POLICIES[Residency.HISPARSE], 1, 200, POOL, CHUNK).tail == 3
 
 
 def test_a_free_list_hands_out_each_id_once_and_takes_back_only_what_is_out() -> None:

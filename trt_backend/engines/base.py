@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_backend.kv.layout import KvLayout
-from trt_backend.kv.tables import SlotTables
+from trt_backend.kv.tables import Recycled, SlotTables
 
 Int32 = npt.NDArray[np.int32]
 
@@ -33,6 +33,9 @@ class StepBatch:
     """The first `decodes` tokens resolve through the hot cache; the rest are prompt chunks, found directly."""
     logits_of: Int32
     """[wanted] indices of the tokens whose logits are wanted."""
+    recycled: tuple[Recycled, ...] = ()
+    """Pages that have left a tail since the last step and may be written by this one: what the group's latest resolve
+    selected of them goes into the hot cache first."""
 
 
 @dataclass(frozen=True, slots=True)

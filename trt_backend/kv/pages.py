@@ -14,7 +14,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class PageState(IntEnum):
-    """Where a page is in its life: FILLING → READY → BACKING_UP → CLEAN → RELEASING → FREE.
+    """Where a page is in its life: FILLING → READY → BACKING_UP → CLEAN → RELEASING → FREE, or REFILLING → CLEAN.
 
     HOT pages hold a session's hot cache and have no life of their own.
     """
@@ -28,22 +28,27 @@ class PageState(IntEnum):
     CLEAN = 5
     """Complete and readable, with a host copy."""
     RELEASING = 6
+    REFILLING = 7
+    """A host copy is on its way into it; nobody may read it."""
 
 
 NEXT_STATES: dict[PageState, frozenset[PageState]] = {
-    PageState.FREE: frozenset({PageState.HOT, PageState.FILLING}),
+    PageState.FREE: frozenset({PageState.HOT, PageState.FILLING, PageState.REFILLING}),
     PageState.HOT: frozenset({PageState.RELEASING}),
     PageState.FILLING: frozenset({PageState.READY, PageState.BACKING_UP, PageState.RELEASING}),
     PageState.READY: frozenset({PageState.BACKING_UP, PageState.RELEASING}),
-    PageState.BACKING_UP: frozenset({PageState.CLEAN}),
-    # A tail page whose copy has landed is filled anew.
+    # Back to READY when the copy has failed.
+    PageState.BACKING_UP: frozenset({PageState.CLEAN, PageState.READY}),
+    # A tail page, or one of an import's window, whose copy has landed is filled anew.
     PageState.CLEAN: frozenset({PageState.RELEASING, PageState.FILLING}),
+    PageState.REFILLING: frozenset({PageState.CLEAN, PageState.RELEASING}),
     PageState.RELEASING: frozenset({PageState.FREE}),
 }
 
 
 class PageTable:
-    """Columns `state` and `use` (uint8) and `owner` (int32 slot, −1 when free or on its way back), one line a page.
+    """Columns `state` and `use` (uint8), `owner` (int32 slot, −1 when free or on its way back) and `index` (int32, which
+    page of its session a complete one is), one line a page.
 
     Every change of a page goes through `take`, `move` and `release`, which keep the budget true and refuse steps
     that a page's life does not have.
@@ -54,10 +59,11 @@ class PageTable:
         self.state = np.full(capacity, PageState.FREE, dtype=np.uint8)
         self.use = np.full(capacity, Use.FREE, dtype=np.uint8)
         self.owner = np.full(capacity, -1, dtype=np.int32)
+        self.index = np.full(capacity, -1, dtype=np.int32)
         self._free = FreeList(capacity)
 
-    def take(self, count: int, owner: int, state: PageState) -> Int32:
-        """Hand `count` free pages to slot `owner` as required memory in `state`; int32 [count].
+    def take(self, count: int, owner: int, state: PageState, use: Use = Use.REQUIRED) -> Int32:
+        """Hand `count` free pages to slot `owner` in `state`; int32 [count].
 
         Raises:
             MemoryError: fewer are free; nothing is taken.
@@ -65,9 +71,13 @@ class PageTable:
         pages = self._free.take(count)
         self.owner[pages] = owner
         self.state[pages] = state
-        self.use[pages] = Use.REQUIRED
-        self.budget.move(count, Use.FREE, Use.REQUIRED)
+        self.use[pages] = use
+        self.budget.move(count, Use.FREE, use)
         return pages
+
+    def assign(self, pages: Int32, owners: Int32) -> None:
+        """Say whose pages are that were taken together for several slots."""
+        self.owner[pages] = owners
 
     def move(self, pages: Int32, state: PageState, use: Use) -> None:
         """Bring pages, all in one state and one use, to the next.
@@ -88,6 +98,14 @@ class PageTable:
         if state == PageState.RELEASING:
             self.owner[pages] = -1
         self.budget.move(len(pages), used, use)
+
+    def move_each(self, pages: Int32, state: PageState | None, use: Use | None) -> None:
+        """`move` for pages of different states and uses; None leaves a page's own."""
+        kinds = self.state[pages].astype(np.int32) * len(Use) + self.use[pages]
+        for kind in np.unique(kinds).tolist():
+            own_state, own_use = PageState(kind // len(Use)), Use(kind % len(Use))
+            same = pages[kinds == kind]
+            self.move(same, own_state if state is None else state, own_use if use is None else use)
 
     def free(self, pages: Int32) -> None:
         """Give RELEASING pages back, once nothing reads them any more."""

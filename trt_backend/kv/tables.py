@@ -60,3 +60,13 @@ class SlotTables:
         for table in (self.ready_map, self.host_map, self.tail_first, self.tail_pages, self.hot_pages, self.index_map):
             table[slot] = -1
         self.changed.add(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Recycled:
+    """A sealed page that has left its tail to be filled again: until the session's next step, device page `page` still
+    holds page `index` of the session in `slot`."""
+
+    slot: int
+    index: int
+    page: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -32,15 +33,28 @@ class Transfers(Protocol):
     def backup(self, device_pages: Int32, host_pages: Int32, after: Fence) -> Fence:
         """Copy device pages to host pages once `after` is done; the fence says when the bytes have landed."""
 
+    def refill(self, host_pages: Int32, device_pages: Int32, after: Fence) -> Fence:
+        """Copy host pages to device pages once `after` is done; the fence says when the bytes have landed."""
+
+
+class Direction(Enum):
+    """Which way a copy goes."""
+
+    BACKUP = "backup"
+    REFILL = "refill"
+
 
 @dataclass(frozen=True, slots=True)
-class Backup:
-    """A copy under way: pages `first` to `first + len(device_pages)` of a session."""
+class Copy:
+    """Pages that are copied together, of one session or of several: int32 [n] each. `index` is a page's place in its
+    session, `started` is of `time.monotonic`."""
 
-    first: int
+    direction: Direction
+    slots: Int32
+    index: Int32
     device_pages: Int32
-    host_pages: Int32
     fence: Fence
+    started: float
 
 
 NO_PAGES = np.empty(0, dtype=np.int32)

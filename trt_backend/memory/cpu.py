@@ -110,6 +110,16 @@ class CpuTransfers:
 
         return self.stream.submit(copy, after)
 
+    def refill(self, host_pages: Int32, device_pages: Int32, after: Fence) -> Fence:
+        """Copy `host_pages` to `device_pages`, int32 [n] both, in all sources once `after` has passed."""
+
+        def copy() -> None:
+            layout = self.device.layout
+            for s, (source, target) in enumerate(zip(self.pool.sources, self.device.sources, strict=True)):
+                host.copy_pages(source, target, host_pages, device_pages, layout.page_rows(s))
+
+        return self.stream.submit(copy, after)
+
     def close(self) -> None:
         """Finish copies under way and end the worker."""
         self.stream.close()

@@ -56,30 +56,36 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch and whose it is: `parts` in the batch's order, decoding requests first."""
+    """A batch and whose it is: `parts` in the batch's order, decoding requests first; their slots and token counts."""
 
     batch: StepBatch
     parts: tuple[Part, ...]
+    slots: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
 
 
 def plan_step(running: Sequence[Running], hierarchy: Hierarchy, chunk_tokens: int) -> Step | None:
     """One token for every decoding session that has room for it, and up to `chunk_tokens` tokens of prompts.
 
-    Prompts go on in order of admission: the oldest first, the next with what is left. A session whose tail is full
+    Prompts go on in order of admission: the oldest first, the next with what is left. A session that has no room
     because a backup lags sits this step out. None when there is nothing to do.
     """
-    decodes = [r for r in running if not r.session.importing and hierarchy.room(r.session) > 0]
-    parts = [Part(r, 1, True) for r in decodes]
-    left = chunk_tokens
-    for r in running:
-        if not r.session.importing or left == 0:
-            continue
-        part = _prompt_part(r, min(left, hierarchy.room(r.session)))
-        parts.append(part)
-        left -= part.count
-    if not parts:
+    if not running:
         return None
-    return Step(_flatten(parts, len(decodes), hierarchy), tuple(parts))
+    slots = np.array([r.session.slot for r in running], dtype=np.int32)
+    rooms = hierarchy.rooms(slots).tolist()
+    importing = hierarchy.columns.importing[slots].tolist()
+    parts = [
+        Part(r, 1, True) for r, room, imports in zip(running, rooms, importing, strict=True) if room and not imports
+    ]
+    decodes = len(parts)
+    left = chunk_tokens
+    for r, room, imports in zip(running, rooms, importing, strict=True):
+        if imports and room and left:
+            part = _prompt_part(r, min(left, room))
+            parts.append(part)
+            left -= part.count
+    return _flatten(parts, decodes, hierarchy) if parts else None
 
 
 def _prompt_part(running: Running, count: int) -> Part:
@@ -92,19 +98,22 @@ def _prompt_part(running: Running, count: int) -> Part:
     return Part(running, count, yields_token=complete and request.max_tokens > 0, scored=scored)
 
 
-def _flatten(parts: Sequence[Part], decodes: int, hierarchy: Hierarchy) -> StepBatch:
-    placements = [hierarchy.place(part.running.session, part.count) for part in parts]
-    return StepBatch(
-        tokens=np.concatenate([_tokens(part) for part in parts]).astype(np.int32),
-        positions=np.concatenate([np.arange(part.count) + part.running.session.length for part in parts]).astype(
-            np.int32
-        ),
-        slots=np.repeat([part.running.session.slot for part in parts], [part.count for part in parts]).astype(np.int32),
-        rows=np.concatenate([placement.rows for placement in placements]).astype(np.int32),
-        index_rows=np.concatenate([placement.index_rows for placement in placements]).astype(np.int32),
+def _flatten(parts: Sequence[Part], decodes: int, hierarchy: Hierarchy) -> Step:
+    slots = np.array([part.running.session.slot for part in parts], dtype=np.int32)
+    counts = np.array([part.count for part in parts], dtype=np.int32)
+    placement = hierarchy.place(slots, counts)
+    pending = np.array([part.running.pending for part in parts[:decodes]], dtype=np.int32)
+    batch = StepBatch(
+        tokens=np.concatenate([pending, *map(_prompt_tokens, parts[decodes:])]),
+        positions=placement.positions,
+        slots=placement.slots,
+        rows=placement.rows,
+        index_rows=placement.index_rows,
         decodes=decodes,
         logits_of=_logits_of(parts),
+        recycled=tuple(hierarchy.take_recycled()),
     )
+    return Step(batch, tuple(parts), slots, counts)
 
 
 def _logits_of(parts: Sequence[Part]) -> npt.NDArray[np.int32]:
@@ -119,8 +128,6 @@ def _logits_of(parts: Sequence[Part]) -> npt.NDArray[np.int32]:
     return np.array(wanted, dtype=np.int32)
 
 
-def _tokens(part: Part) -> npt.NDArray[np.int32]:
-    session = part.running.session
-    if session.importing:
-        return part.running.request.prompt[session.length : session.length + part.count]
-    return np.array([part.running.pending], dtype=np.int32)
+def _prompt_tokens(part: Part) -> npt.NDArray[np.int32]:
+    first = part.running.session.length
+    return part.running.request.prompt[first : first + part.count]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trt_backend.engines.base import Engine, StepResult
 from trt_backend.kv.budget import Use
-from trt_backend.kv.hierarchy import Hierarchy
+from trt_backend.kv.hierarchy import Hierarchy, Moved
 from trt_backend.kv.transfers import PassedFence
 from trt_backend.request import (
     Deliver,
@@ -52,12 +52,14 @@ class Totals:
     overtakes: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    backed_up_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state after a tick, for metrics: sessions and pages as they are now, and the totals."""
+    """The state after a tick, for metrics: sessions and pages as they are now, and what has been done and moved.
+
+    `reserve` is kept for admissions, of the free pages; `copying` are the pages of copies under way.
+    """
 
     waiting: int = 0
     importing: int = 0
@@ -67,7 +69,10 @@ class Snapshot:
     page_tokens: int = 0
     host_pages_used: int = 0
     host_pages: int = 0
+    reserve: int = 0
+    copying: int = 0
     totals: Totals = field(default_factory=Totals)
+    moved: Moved = field(default_factory=Moved)
 
 
 class Scheduler:
@@ -161,10 +166,13 @@ class Scheduler:
             self._abandon(f"the scheduler has failed: {self.failure}")
 
     def _tick(self) -> bool:
-        """One round: fences, deadlines, admissions, a step, messages. False when stopped and nobody is left."""
+        """One round: fences, deadlines, admissions, spare memory, a step, messages. False when it is to end."""
+        self._hierarchy.contended = len(self._waiting) > 0
         self._hierarchy.poll()
+        self._give_up_failed()
         self._give_up_late()
         self._admit()
+        self._hierarchy.tend()
         step = plan_step(self._running, self._hierarchy, self._limits.prefill_chunk_tokens)
         if step is not None:
             self._take_step(step)
@@ -230,9 +238,9 @@ class Scheduler:
 
     def _apply(self, step: Step, result: StepResult) -> None:
         """Advance the sessions, count their rows, choose and deliver their tokens."""
-        for part in step.parts:
-            self._hierarchy.wrote(part.running.session, part.count, PassedFence())
+        self._hierarchy.wrote(step.slots, step.counts, PassedFence())
         decodes = step.batch.decodes
+        self._hierarchy.note_hits(step.slots[:decodes], result.counts[:, 0])
         for part, counts in zip(step.parts[:decodes], result.counts.tolist(), strict=True):
             found = RowCounts(*counts)
             part.running.rows.add(found)
@@ -364,6 +372,11 @@ class Scheduler:
         else:
             self._drop(one, error, reason)
 
+    def _give_up_failed(self) -> None:
+        """End the requests whose rows could not be moved."""
+        for session, reason in self._hierarchy.take_failed():
+            self._fail(next(running for running in self._running if running.session is session), reason)
+
     def _give_up_late(self) -> None:
         """End the requests whose deadline has passed, wherever they are."""
         now = time.monotonic_ns()
@@ -393,7 +406,6 @@ class Scheduler:
         hierarchy = self._hierarchy
         importing = sum(running.session.importing for running in self._running)
         self._totals.overtakes = self._waiting.overtakes
-        self._totals.backed_up_pages = hierarchy.backed_up_pages
         return Snapshot(
             waiting=len(self._waiting),
             importing=importing,
@@ -403,5 +415,8 @@ class Scheduler:
             page_tokens=hierarchy.layout.page_tokens,
             host_pages_used=hierarchy.host.used,
             host_pages=hierarchy.host.capacity,
+            copying=hierarchy.copying,
+            reserve=hierarchy.tuning.reserve_pages,
             totals=replace(self._totals, rows=replace(self._totals.rows)),
+            moved=replace(hierarchy.moved),
         )

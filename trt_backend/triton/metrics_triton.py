@@ -25,9 +25,17 @@ COUNTERS = {
     "dhs_admissions_total": "Requests that were given a session",
     "dhs_overtakes_total": "Admissions before a request that had come earlier",
     "dhs_backed_up_pages_total": "Pages copied to the host",
+    "dhs_refilled_pages_total": "Pages brought back to the device",
+    "dhs_reclaimed_pages_total": "Optional pages taken from sessions for an admission",
+    "dhs_reclaims_total": "Sessions that lost their optional pages to an admission",
+    "dhs_promoted_pages_total": "Pages filled by decoding that stayed on the device",
+    "dhs_recycled_pages_total": "Pages filled by decoding that left it",
+    "dhs_failed_copies_total": "Copies between the tiers that failed",
 }
 GAUGES = {
     "dhs_pages": "Device pages by use",
+    "dhs_reserve_pages": "Free pages that only admissions may use",
+    "dhs_copying_pages": "Pages of copies under way",
     "dhs_host_pages": "Host pages by state",
     "dhs_sessions": "Requests by state",
     # Names that operators of TensorRT-LLM have on their dashboards, where they mean the same here.
@@ -91,11 +99,20 @@ class TritonMetrics:
         self._count("dhs_step_seconds_total", totals.step_seconds)
         self._count("dhs_admissions_total", totals.admitted)
         self._count("dhs_overtakes_total", totals.overtakes)
-        self._count("dhs_backed_up_pages_total", totals.backed_up_pages)
+        moved = snapshot.moved
+        self._count("dhs_backed_up_pages_total", moved.backed_up)
+        self._count("dhs_refilled_pages_total", moved.refilled)
+        self._count("dhs_reclaimed_pages_total", moved.reclaimed)
+        self._count("dhs_reclaims_total", moved.reclaims)
+        self._count("dhs_promoted_pages_total", moved.promoted)
+        self._count("dhs_recycled_pages_total", moved.recycled)
+        self._count("dhs_failed_copies_total", moved.failures)
 
     def _publish_state(self, snapshot: Snapshot) -> None:
         for use, pages in snapshot.pages.items():
             self._set("dhs_pages", pages, state=use)
+        self._set("dhs_reserve_pages", snapshot.reserve)
+        self._set("dhs_copying_pages", snapshot.copying)
         self._set("dhs_host_pages", snapshot.host_pages_used, state="used")
         self._set("dhs_host_pages", snapshot.host_pages - snapshot.host_pages_used, state="free")
         for state in ("waiting", "importing", "decoding"):
