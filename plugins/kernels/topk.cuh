@@ -1,8 +1,8 @@
 // Exact top-k of one line of scores: the k largest, ties to the lower position, in ascending order of position.
 //
-// Radix select over order-preserving integer keys, 11 + 11 + 10 bits, then an ordered compaction. As soon as the keys
-// that may still be chosen are few, their positions are listed, and what follows reads only these; so a long line is
-// read twice unless most of its scores are nearly equal.
+// Radix select over order-preserving integer keys, digits of 11 bits (of 7 among few keys), then an ordered compaction.
+// As soon as the keys that may still be chosen are few, their positions are listed, and what follows reads only these;
+// so a long line is read twice unless most of its scores are nearly equal.
 #pragma once
 
 #include "block.cuh"
@@ -11,6 +11,8 @@ namespace dhs {
 
 constexpr int32 kDigitBits = 11;
 constexpr int32 kBins = 1 << kDigitBits;
+constexpr int32 kFewDigitBits = 7;  // among few keys it costs less to look at more digits than at many empty bins
+constexpr int32 kFew = 1024;
 constexpr int32 kCandidates = 4096;
 constexpr int32 kTopkWorkspace = kBins + 3 + kCandidates;  // int32 words: 24.6 KB
 
@@ -29,13 +31,13 @@ struct Digit {
 };
 
 template <class B>
-DHS_FN Digit pick_bin(B& block, const int32* histogram, int32 need, int32* state) {
+DHS_FN Digit pick_bin(B& block, const int32* histogram, int32 bins, int32 need, int32* state) {
   block.scan(
-      kBins, [&](int32 i) { return histogram[kBins - 1 - i]; },
+      bins, [&](int32 i) { return histogram[bins - 1 - i]; },
       [&](int32 i, int32 larger) {
-        const int32 population = histogram[kBins - 1 - i];
+        const int32 population = histogram[bins - 1 - i];
         if (larger < need && need <= larger + population) {
-          state[0] = kBins - 1 - i;
+          state[0] = bins - 1 - i;
           state[1] = need - larger;
           state[2] = population;
         }
@@ -57,15 +59,16 @@ struct Search {
 template <class B, class At>
 DHS_FN void search_digit(B& block, const float* scores, int32 n, At at, Search& search, int32* histogram,
                          int32* state) {
-  const int32 bits = search.top < kDigitBits ? search.top : kDigitBits;
+  const int32 widest = n <= kFew ? kFewDigitBits : kDigitBits;
+  const int32 bits = search.top < widest ? search.top : widest;
   const int32 shift = search.top - bits;
   const uint32 mask = (1u << bits) - 1u;
-  block.each(kBins, [&](int32 bin) { histogram[bin] = 0; });
+  block.each(1 << bits, [&](int32 bin) { histogram[bin] = 0; });
   block.each(n, [&](int32 i) {
     const uint32 key = score_key(scores[at(i)]);
     if ((key & search.known) == search.floor) block.atomic_add(histogram + ((key >> shift) & mask), 1);
   });
-  search.digit = pick_bin(block, histogram, search.digit.need, state);
+  search.digit = pick_bin(block, histogram, 1 << bits, search.digit.need, state);
   search.floor |= static_cast<uint32>(search.digit.bin) << shift;
   search.known |= mask << shift;
   search.top = shift;
