@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
 
-from trt_backend.models.blocks import ROW_BLOCK, Mlp, in_pieces, linear, swiglu
+from trt_backend.models.blocks import ROW_BLOCK, Mlp, constant, in_pieces, linear, swiglu
+
+_ROWS = torch.arange(ROW_BLOCK).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +33,73 @@ class Router:
         experts = torch.sort(scores + self.bias, dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         weights = scores.gather(1, experts)
         if self.normalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return experts, weights * self.scale
+            weights.div_(weights.sum(dim=-1, keepdim=True).add_(constant(1e-20)))
+        return experts, weights.mul_(constant(self.scale))
 
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Routed experts and one that every token takes.
+    """Routed experts, and shared ones that every token takes.
 
-    The routed ones' weights are stacked: `gate_up` [experts, hidden, 2 n] and `down` [experts, n, hidden], as `Mlp`'s.
+    All weights are stacked, the shared experts' last: `gate_up` [experts, hidden, 2 n] and `down` [experts, n, hidden],
+    as `Mlp`'s.
     """
 
     router: Router
+    routed: int
     gate_up: torch.Tensor
     down: torch.Tensor
-    shared: Mlp
 
     @classmethod
     def of(cls, router: Router, experts: Sequence[Mlp], shared: Mlp) -> MoE:
-        """Stack the experts' weights."""
-        gate_up = torch.stack([expert.gate_up for expert in experts])
-        return cls(router, gate_up, torch.stack([expert.down for expert in experts]), shared)
+        """Stack the experts' weights. A shared one that is several times as wide is cut into several."""
+        width = experts[0].down.shape[0]
+        gate, up = (torch.split(half, width, dim=1) for half in shared.gate_up.chunk(2, dim=1))
+        gate_up = [expert.gate_up for expert in experts] + [
+            torch.cat(pair, dim=1) for pair in zip(gate, up, strict=True)
+        ]
+        down = [expert.down for expert in experts] + list(torch.split(shared.down, width))
+        return cls(router, len(experts), torch.stack(gate_up), torch.stack(down))
 
     def __call__(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """[16 n, hidden] to the same; rows from `tokens` on are padding and visit no routed expert."""
         experts, weights = self.router(x)
-        out = self.shared(x)
         visit = self._visit_together if x.shape[0] == ROW_BLOCK else self._visit_grouped
-        terms = visit(x, experts[:tokens]) * weights[:tokens].unsqueeze(-1)
-        total = terms[:, 0]
-        for choice in range(1, self.router.top_k):  # one after another: the order must not depend on the batch
-            total = total + terms[:, choice]
-        out[:tokens].add_(total)
+        out, terms = visit(x, experts[:tokens])
+        # A product of its own for every token: its sum must not depend on the batch.
+        out[:tokens].unsqueeze(1).baddbmm_(weights[:tokens].unsqueeze(1), terms)
         return out
 
-    def _visit_together(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As `_visit_grouped`, for a single block of rows: all of it visits every expert that any token has chosen."""
-        chosen = experts.numpy()
-        used, place = np.unique(chosen, return_inverse=True)
-        gate_up, down = self.gate_up, self.down
-        if len(used) < gate_up.shape[0]:
-            picked = torch.from_numpy(used)
-            gate_up, down = gate_up.index_select(0, picked), down.index_select(0, picked)
-        inner = torch.bmm(x.expand(len(used), -1, -1), gate_up)
-        done = torch.bmm(swiglu(inner.flatten(0, 1)).view(len(used), ROW_BLOCK, -1), down)
-        return done[torch.from_numpy(place.reshape(chosen.shape)), torch.arange(len(chosen)).unsqueeze(1)]
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """What the shared experts make of [16 n, hidden]."""
+        return _total([Mlp(self.gate_up[e], self.down[e])(x) for e in range(self.routed, len(self.gate_up))])
 
-    def _visit_grouped(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """What each token's experts make of it: [16 n, hidden] and int64 [T, top_k] to float32 [T, top_k, hidden]."""
+    def _visit_together(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_visit_grouped`, for a single block of rows: all of it visits every expert that any token has chosen.
+
+        When there are as many choices as experts, it visits all: the few that nobody chose cost less than copying the
+        weights of the others.
+        """
+        gate_up, down, place = self.gate_up, self.down, experts
+        if experts.numel() < self.routed:
+            used, inverse = np.unique(experts.numpy(), return_inverse=True)
+            picked = torch.from_numpy(np.concatenate([used, np.arange(self.routed, len(gate_up))]))
+            gate_up, down = gate_up.index_select(0, picked), down.index_select(0, picked)
+            place = torch.from_numpy(inverse.reshape(experts.shape))
+        inner = torch.bmm(x.expand(len(gate_up), -1, -1), gate_up)
+        done = torch.bmm(swiglu(inner.flatten(0, 1)).view(len(gate_up), ROW_BLOCK, -1), down)
+        rows = torch.add(_ROWS[: len(experts)], place, alpha=ROW_BLOCK)
+        terms = done.flatten(0, 1).index_select(0, rows.flatten()).view(*experts.shape, -1)
+        return _total(list(done[len(done) - (len(self.gate_up) - self.routed) :])), terms
+
+    def _visit_grouped(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the shared experts make of each row, and each token's own of it.
+
+        [16 n, hidden] and int64 [T, top_k] to float32 [16 n, hidden] and [T, top_k, hidden].
+        """
         chosen = experts.numpy().ravel()
         order = np.argsort(chosen, kind="stable")
-        counts = np.bincount(chosen, minlength=self.gate_up.shape[0])
+        counts = np.bincount(chosen, minlength=self.routed)
         room = -(-counts // ROW_BLOCK) * ROW_BLOCK  # every expert's tokens fill whole blocks
         starts = np.cumsum(room) - room
         places = np.arange(len(order)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -94,4 +113,9 @@ class MoE:
         for expert in np.flatnonzero(counts).tolist():
             block = slice(starts[expert], starts[expert] + room[expert])
             done[block] = Mlp(self.gate_up[expert], self.down[expert])(grouped[block])
-        return done[torch.from_numpy(place_of)].view(*experts.shape, -1)
+        return self.shared(x), done[torch.from_numpy(place_of)].view(*experts.shape, -1)
+
+
+def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, one after another: the order must not depend on the batch."""
+    return reduce(torch.add, terms)
