@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trt_backend.models.blocks import Mlp, layer_norm, linear, linear_per_head, pad_rows, rms_norm, rotate
+from trt_backend.models.blocks import Mlp, constant, layer_norm, linear, linear_per_head, rms_norm, rotate
 from trt_backend.models.experts import MoE
 from trt_backend.models.rows import KeyCodec, RowCodec
 from trt_backend.models.state import KvState
@@ -27,7 +27,7 @@ ATTENTION_TOKENS = 32
 with 64 rows of 576 bytes: 5 ms against 26 ms for all at once, for the rows stay in the second-level cache."""
 
 MASKED = -1e30
-"""Added to the score of an entry that holds no row. Finite, so that a token without any row makes no NaN."""
+"""The score of an entry that holds no row. Finite, so that a token without any row makes no NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Indexer:
     """The part of a full layer that chooses rows. Its projections are columns of the attention's fused ones.
 
     A query's or key's channels stand with the rotated ones last, in halves (the checkpoint has them first, in pairs).
+    The weights of heads carry the scale factor of the scores.
     """
 
     group: int
@@ -59,16 +60,15 @@ class Indexer:
         Args:
             queries: float32 [16 n, heads * dim], not yet rotated.
             keys: float32 [16 n, dim], neither normed nor rotated.
-            weights: float32 [16 n, heads], not yet scaled.
+            weights: float32 [16 n, heads].
         """
         dim = self.codec.dim
         still = dim - step.cos.shape[-1]
         normed = layer_norm(keys, self.norm_weight, self.norm_bias, INDEX_NORM_EPS).unsqueeze(1)
         both = torch.cat([queries.view(-1, self.heads, dim), normed], dim=1)
         both = torch.cat([both[..., :still], rotate(both[..., still:], step.cos, step.sin)], dim=-1)
-        scale = float((self.heads * dim) ** -0.5)
         step.state.write_index_keys(self.group, self.codec.encode(both[: step.tokens, -1]))
-        step.state.select(self.group, both[: step.tokens, :-1].contiguous(), weights[: step.tokens] * scale)
+        step.state.select(self.group, both[: step.tokens, :-1].contiguous(), weights[: step.tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class Attention:
     | `from_latent` | [heads, rank, v] | value half of kv_b |
     | `output_proj` | [heads * v, hidden] | o_proj |
 
-    Rotated channels stand in halves, where the checkpoint has them in pairs.
+    Rotated channels stand in halves, where the checkpoint has them in pairs. Queries carry the scale factor of
+    attention.
     """
 
     source: int
@@ -104,12 +105,13 @@ class Attention:
         rank, rope, heads, tokens = self.codec.rank, self.codec.rope, self.heads, step.tokens
         index_dim = self.indexer.codec.dim if self.indexer else 0
         inputs = linear(x, self.input_proj)
-        q_rank = len(self.q_norm)
-        ends = [q_rank, q_rank + rank, q_rank + rank + rope, q_rank + rank + rope + index_dim]
-        query_latent, latent, key_rope, index_key, index_weights = inputs.tensor_split(ends, dim=-1)
+        parts = [len(self.q_norm), rank, rope, index_dim]
+        query_latent, latent, key_rope, index_key, index_weights = inputs.split_with_sizes(
+            [*parts, inputs.shape[-1] - sum(parts)], dim=-1
+        )
         queries = linear(rms_norm(query_latent, self.q_norm, LATENT_NORM_EPS), self.query_proj)
-        query, index_query = queries.tensor_split([heads * (self.nope + rope)], dim=-1)
-        query = query.view(-1, heads, self.nope + rope)
+        width = heads * (self.nope + rope)
+        query, index_query = queries[:, :width].view(-1, heads, self.nope + rope), queries[:, width:]
 
         rotated = rotate(torch.cat([query[..., self.nope :], key_rope.unsqueeze(1)], dim=1), step.cos, step.sin)
         latent = rms_norm(latent, self.kv_norm, LATENT_NORM_EPS)
@@ -117,25 +119,24 @@ class Attention:
         if self.indexer:
             self.indexer.select(index_query, index_key, index_weights, step)
         absorbed = torch.cat([linear_per_head(query[..., : self.nope], self.to_latent), rotated[:, :-1]], dim=-1)
-        attended = pad_rows(self._attend(absorbed[:tokens], step.state))
+        attended = self._attend(absorbed, step)
         values = linear_per_head(attended, self.from_latent).reshape(len(x), -1)
         return linear(values, self.output_proj)
 
-    def _attend(self, query: torch.Tensor, state: KvState) -> torch.Tensor:
-        """Queries, float32 [T, heads, rank + rope], to sums of latents, float32 [T, heads, rank].
+    def _attend(self, query: torch.Tensor, step: Step) -> torch.Tensor:
+        """Queries, float32 [16 n, heads, rank + rope], to sums of latents, float32 [16 n, heads, rank].
 
-        A product of its own for every token, and sums over K in the order of the selection.
+        A product of its own for every token, and sums over K in the order of the selection. Padding gives zeros.
         """
-        scale = float((self.nope + self.codec.rope) ** -0.5)
-        parts = []
-        for first in range(0, len(query), ATTENTION_TOKENS):
-            part = slice(first, min(first + ATTENTION_TOKENS, len(query)))
-            rows, valid = state.read_rows(self.source, part)
+        sums = query.new_zeros(*query.shape[:2], self.codec.rank)
+        for first in range(0, step.tokens, ATTENTION_TOKENS):
+            part = slice(first, min(first + ATTENTION_TOKENS, step.tokens))
+            rows, valid = step.state.read_rows(self.source, part)
             keys = self.codec.decode(rows)
-            bias = torch.where(valid, 0.0, MASKED).unsqueeze(1).expand(-1, self.heads, -1)
-            scores = torch.baddbmm(bias, query[part], keys.transpose(1, 2), alpha=scale)
-            parts.append(torch.bmm(torch.softmax(scores, dim=-1), keys[..., : self.codec.rank]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            scores = torch.bmm(query[part], keys.transpose(1, 2))
+            scores.masked_fill_(valid.logical_not().unsqueeze(1), constant(MASKED))
+            torch.bmm(torch.softmax(scores, dim=-1), keys[..., : self.codec.rank], out=sums[part])
+        return sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ class GlmWeights:
             config.kv_lora_rank,
             config.qk_rope_head_dim,
         )
-        query = self._table(f"{name}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
+        query = (
+            self._table(f"{name}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank) * config.qk_head_dim**-0.5
+        )
         inputs = [
             self._table(f"{name}.q_a_proj", config.q_lora_rank, hidden),
             halves_first(self._table(f"{name}.kv_a_proj_with_mqa", rank + rope, hidden), rope),
@@ -72,7 +74,8 @@ class GlmWeights:
             dim, index_heads = config.index_head_dim, config.index_n_heads
             index_query = self._table(f"{name}.indexer.wq_b", index_heads * dim, config.q_lora_rank)
             inputs.append(_rotated_last(self._table(f"{name}.indexer.wk", dim, hidden), rope))
-            inputs.append(self._table(f"{name}.indexer.weights_proj", index_heads, hidden))
+            weigh = self._table(f"{name}.indexer.weights_proj", index_heads, hidden)
+            inputs.append(weigh * (index_heads * dim) ** -0.5)
             queries.append(_rotated_last(index_query.view(index_heads, dim, -1), rope).flatten(0, 1))
             norm_bias = self.checkpoint.tensor(f"{name}.indexer.k_norm.bias", (dim,))
             indexer = Indexer(

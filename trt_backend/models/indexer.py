@@ -14,6 +14,8 @@ import torch
 TOKEN_BLOCK = 2
 """Tokens of one item of work."""
 
+_OWN = torch.eye(TOKEN_BLOCK).unsqueeze(-1)
+
 
 def token_blocks(x: torch.Tensor) -> torch.Tensor:
     """[T, ...] to [blocks, TOKEN_BLOCK, ...], the last one padded with zeros."""
@@ -23,7 +25,9 @@ def token_blocks(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, TOKEN_BLOCK, *x.shape[1:])
 
 
-def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def index_scores(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, block_of: torch.Tensor | None = None
+) -> torch.Tensor:
     """Scores of a list of items, each one block of tokens against one block of keys.
 
     score(t, k) = sum over heads h of weights[t, h] * relu(queries[t, h] . keys[k])
@@ -32,11 +36,15 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
         queries: float32 [n, TOKEN_BLOCK, heads, dim]. It may be expanded (stride 0) over n.
         weights: float32 [n, TOKEN_BLOCK, heads], the same.
         keys: float32 [n, block, dim], the same. Use one block size throughout a deployment.
+        block_of: int64 [n]; if given, item i is block `block_of[i]` of `queries` and `weights` with `keys[i]`.
 
     Returns:
         float32 [n, TOKEN_BLOCK, block].
     """
-    return _scores(queries.flatten(1, 2), _spread(weights), keys)
+    stacked, spread = queries.flatten(1, 2), _spread(weights)
+    if block_of is not None:
+        stacked, spread = stacked.index_select(0, block_of), spread.index_select(0, block_of)
+    return _scores(stacked, spread, keys)
 
 
 def prompt_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -64,8 +72,7 @@ def _spread(weights: torch.Tensor) -> torch.Tensor:
 
     With it the sum over heads is a product of matrices. The zeros add nothing to a sum, not even rounding.
     """
-    own = torch.eye(TOKEN_BLOCK).unsqueeze(-1)
-    return (weights.unsqueeze(2) * own).flatten(2)
+    return (weights.unsqueeze(2) * _OWN).flatten(2)
 
 
 def _scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
