@@ -78,7 +78,7 @@ def test_a_commands_own_default_is_still_a_default() -> None:
         ("max_sessions: 0", "max_sessions=0: Input should be greater than or equal to 1; legal: 1 to 4096"),
         ("max_sessions: yes", "max_sessions=True: Input is a truth value; legal: 1 to 4096"),
         ("page_tokens: 17", "page_tokens=17: Input should be a multiple of 16; legal: 16 to 1024, multiples of 16"),
-        ("residency: host", "residency='host': Input should be 'resident' or 'hisparse'; legal: resident, hisparse"),
+        ("residency: host", "residency='host': Input should be 'resident', 'hisparse'"),
         ("stall_seconds: .inf", "stall_seconds=inf: Input should be a finite number; legal: more than 0 to 86400"),
         ("server:\n  http_address: localhost", "server.http_address='localhost': Input is not a valid IPv4 address"),
         ("server:\n  restricted_protocols: [log]", "legal: health, metadata, inference, shared-memory, "),

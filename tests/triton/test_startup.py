@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from loadtest.server import ServeCommand
+from loadtest.server import ServeCommand, free_ports
 from tests.triton.clients import Answer, Stream, make_inputs
 from tests.triton.conftest import MODEL
 from trt_backend.build import find_model
@@ -117,11 +120,31 @@ def test_a_stop_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
     assert "successfully unloaded 'tiny.v1'" in log
 
 
-def test_a_stop_during_start_up_is_obeyed(tmp_path: Path) -> None:
+def test_a_stop_during_start_up_is_obeyed_however_often_it_is_asked_for(tmp_path: Path) -> None:
     with ServeCommand(tmp_path, f"--model={MODEL}") as command:
         while not any("starting tritonserver" in line for line in command.lines):
             assert command.process.poll() is None, command.output
-        command.process.terminate()
+        for _ in range(100):  # by people who can't wait
+            command.process.terminate()
+            command.process.send_signal(signal.SIGINT)
         assert command.wait_exit() == 0
     assert "ready:" not in command.output
     assert regions_of(command) == []
+
+
+def test_a_server_whose_output_nobody_reads_any_more_still_stops_in_order(tmp_path: Path) -> None:
+    ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
+    command = [sys.executable, "-m", "trt_backend.cli", "serve", f"--model={MODEL}", f"--state-dir={tmp_path}"]
+    command += ["--max-sessions=2", "--max-model-len=1024", *(f"--{name}-port={port}" for name, port in ports.items())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("ready:") for line in process.stdout)
+        process.stdout.close()
+        process.terminate()
+        process.wait(60.0)
+    finally:
+        process.kill()
+    log = (tmp_path / f"{MODEL}-{ports['http']}" / "server.log").read_text()
+    assert f"successfully unloaded '{MODEL}'" in log
+    assert list(SHM_FOLDER.glob(f"dhs_{os.getuid()}_{ports['http']}_*")) == []

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trt_backend.cli.signals import on_signals
 from trt_backend.config import DeploymentConfig
 from trt_backend.request import RequestError
 from trt_backend.triton.inputs import Fields
@@ -63,7 +64,7 @@ def run_generate(config: DeploymentConfig, fields: Fields, as_json: bool, errors
     service.start()
     sink = TextSink(show=not as_json)
     try:
-        signal.signal(signal.SIGINT, lambda *_: service.cancel_all())
+        on_signals((signal.SIGINT,), service.cancel_all)
         service.submit("generate", lambda _: fields, sink)
         over.wait()
     finally:

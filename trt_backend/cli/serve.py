@@ -10,6 +10,7 @@ from rich.console import Console
 
 from trt_backend.build import Deployment
 from trt_backend.cli.config import print_settings
+from trt_backend.cli.signals import on_signals
 from trt_backend.config import ConfigError, ServerConfig
 from trt_backend.logs import set_up_logging
 from trt_backend.settings import Settings
@@ -30,8 +31,7 @@ def run_server(settings: Settings, console: Console, errors: Console) -> int:
         ConfigError: the deployment, a port or the server can't be used; nothing is left running.
     """
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+    on_signals((signal.SIGINT, signal.SIGTERM), stopping.set)
     console.print("settings:")
     print_settings(settings, as_json=False, console=console)
     config = settings.server
@@ -81,11 +81,13 @@ def run_server(settings: Settings, console: Console, errors: Console) -> int:
             log.error("giving up", extra={"event": "gave_up", "reason": str(error)})
             raise ConfigError(f"{error}\n(server log: {folder.log})") from error
         finally:
-            status.stop()
-            if server.pid is not None:
-                log.info("stopping", extra={"event": "stopping", "pid": server.pid})
-                console.print("stopping tritonserver")
-            server.stop(warn)
+            try:  # whoever read what we print may be gone
+                status.stop()
+                if server.pid is not None:
+                    log.info("stopping", extra={"event": "stopping", "pid": server.pid})
+                    console.print("stopping tritonserver")
+            finally:
+                server.stop(warn)
     log.info("stopped", extra={"event": "stopped"})
     console.print("stopped")
     return 0

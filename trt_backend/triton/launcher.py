@@ -204,24 +204,28 @@ class TritonServer:
         process = self._process
         if process is None:
             return True
-        self._canary.close()
-        by_itself = True
-        if process.poll() is None:
-            asked = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            patience = self.config.drain_seconds + KILL_GRACE_SECONDS
-            try:
-                code = process.wait(patience)
-                if code != 0:
-                    # Seen in 2.51 when it was still starting, and after clients were refused by its core or cancelled
-                    # at the very end: it then waits for requests that do not exist any more.
-                    waited = time.monotonic() - asked
-                    report(f"tritonserver ended with code {code}, {waited:.1f} s after it was asked to stop")
-            except subprocess.TimeoutExpired:
-                report(f"tritonserver did not end within {patience:g} s of SIGTERM; killing it")
-                by_itself = False
-        self.kill()
-        return by_itself
+        try:
+            self._canary.close()
+            return process.poll() is not None or self._drain(process, report)
+        finally:
+            self.kill()
+
+    def _drain(self, process: subprocess.Popen[bytes], report: Callable[[str], None]) -> bool:
+        """Ask the server to stop; whether it has ended in time."""
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        patience = self.config.drain_seconds + KILL_GRACE_SECONDS
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            report(f"tritonserver did not end within {patience:g} s of SIGTERM; killing it")
+            return False
+        if code != 0:
+            # Seen in 2.51 when it was still starting, and after clients were refused by its core or cancelled at the
+            # very end: it then waits for requests that do not exist any more.
+            waited = time.monotonic() - asked
+            report(f"tritonserver ended with code {code}, {waited:.1f} s after it was asked to stop")
+        return True
 
     def kill(self) -> None:
         """End the server and the model's process at once; their clients see their streams broken off."""
