@@ -45,6 +45,7 @@ def main() -> int:
     responses: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(arguments.url) as client:
         try:
+            client.is_server_live()  # raises if nobody is there; a stream that breaks while we send does not say why
             client.start_stream(lambda result, error: responses.put((result, error)))
             client.async_stream_infer(arguments.model, inputs, request_id=f"sync-{uuid.uuid4().hex[:8]}")
             final = False
