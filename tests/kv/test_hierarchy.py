@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.kv.manual import ManualFence, ManualTransfers
 from trt_backend.config import ReclaimOrder, Residency
 from trt_backend.kv.budget import Use
-from trt_backend.kv.hierarchy import REFILL_QUANTUM, Hierarchy, PoolSizes
+from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
 from trt_backend.kv.layout import TAIL_PAGES, IndexGroup, KvLayout, KvSource
+from trt_backend.kv.lending import REFILL_QUANTUM
 from trt_backend.kv.pages import PageState
 from trt_backend.kv.reclaim import note_hits, reclaim_order
 from trt_backend.kv.residency import POLICIES, ResidencyTuning
@@ -122,7 +123,7 @@ class Life(RuleBasedStateMachine):
     def a_request_comes(self, prompt: int, extra: int) -> None:
         if self.hierarchy.refusal(prompt, prompt + extra) is None:
             self.head = Ask(prompt, prompt + extra)
-            self.hierarchy.contended = True
+            self.hierarchy.contend(True)
             self.the_head_is_tried()
 
     @precondition(lambda self: self.head is not None)
@@ -158,7 +159,7 @@ class Life(RuleBasedStateMachine):
 
     def _head_is_gone(self) -> None:
         self.head = None
-        self.hierarchy.contended = False
+        self.hierarchy.contend(False)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
@@ -528,10 +529,11 @@ def test_history_comes_back_when_there_is_room_and_nobody_waits() -> None:
     assert hierarchy.admit(20, 30) is None
     land(hierarchy, transfers)
     second = admit(hierarchy, 20, 30)
-    hierarchy.contended = True
+    hierarchy.contend(True)
     hierarchy.tend()
-    assert hierarchy.moved.refilled == 0 and not transfers.waiting
-    hierarchy.contended = False
+    assert hierarchy.moved.refilled == 0
+    assert not transfers.waiting
+    hierarchy.contend(False)
     hierarchy.tend()
     land(hierarchy, transfers)
     assert hierarchy.moved.refilled == 3, "6 pages are free; the reserve and the hysteresis keep 3"
@@ -550,7 +552,7 @@ def test_sessions_are_refilled_in_turn() -> None:
     sessions = [admit(hierarchy, 20, 24) for _ in range(2)]
     for session in sessions:
         run_to(hierarchy, transfers, session, 20)
-        hierarchy._take_back(session.slot)
+        hierarchy.lending.take_back(np.array([session.slot], dtype=np.int32))
     land(hierarchy, transfers)
     for expected in ([8, 0], [8, 8], [10, 10]):
         hierarchy.tend()
@@ -563,7 +565,7 @@ def test_a_refill_under_way_to_a_reclaimed_session_comes_back_behind_its_fence()
     hierarchy, transfers = small_hierarchy(Residency.ADAPTIVE, sizes(2, device=26), tuning)
     session = admit(hierarchy, 20, 30)
     run_to(hierarchy, transfers, session, 20)
-    hierarchy._take_back(session.slot)
+    hierarchy.lending.take_back(np.array([session.slot], dtype=np.int32))
     land(hierarchy, transfers)
     hierarchy.tend()
     (refill,) = transfers.waiting
@@ -621,7 +623,7 @@ def test_dirty_pages_are_backed_up_little_by_little_so_that_taking_them_is_quick
         land(hierarchy, transfers)
         assert hierarchy.moved.backed_up == expected
     assert hierarchy.pages.budget.counts[Use.OPTIONAL] == 10
-    hierarchy._take_back(session.slot)
+    hierarchy.lending.take_back(np.array([session.slot], dtype=np.int32))
     assert not transfers.waiting
 
 
@@ -664,7 +666,7 @@ def test_a_session_whose_refill_fails_goes_on_from_the_host() -> None:
     hierarchy, transfers = small_hierarchy(Residency.ADAPTIVE, sizes(2, device=26), ResidencyTuning())
     session = admit(hierarchy, 20, 30)
     run_to(hierarchy, transfers, session, 20)
-    hierarchy._take_back(session.slot)
+    hierarchy.lending.take_back(np.array([session.slot], dtype=np.int32))
     land(hierarchy, transfers)
     hierarchy.tend()
     transfers.fail(transfers.waiting[0])

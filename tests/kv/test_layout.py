@@ -10,7 +10,6 @@ from trt_backend.kv.free_list import FreeList
 from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
 from trt_backend.kv.residency import POLICIES, Need, need_of
 
-
 POOL, CHUNK = 100, 512
 
 

@@ -44,7 +44,7 @@ def _check_host(hierarchy: Hierarchy) -> None:
     together = np.concatenate([np.empty(0, dtype=np.int32), *held])
     assert len(np.unique(together)) == len(together), "a host page is reserved twice"
     published = hierarchy.tables.host_map >= 0
-    assert (hierarchy.tables.host_map[published] == hierarchy._reserved[published]).all()
+    assert (hierarchy.tables.host_map[published] == hierarchy.books.reserved[published]).all()
 
 
 def _check_session(hierarchy: Hierarchy, slot: int) -> None:
@@ -64,8 +64,11 @@ def _check_session(hierarchy: Hierarchy, slot: int) -> None:
     owned = pages.owned_by(slot)
     optional = owned[pages.use[owned] == Use.OPTIONAL]
     states = pages.state[optional]
-    assert columns.refilling[slot] == (states == PageState.REFILLING).sum() == hierarchy._coming[slot].sum()
+    assert columns.refilling[slot] == (states == PageState.REFILLING).sum() == hierarchy.lending._coming[slot].sum()
     assert columns.optional[slot] == len(optional) - columns.refilling[slot]
     assert columns.dirty[slot] == (states == PageState.READY).sum()
+    lent = np.array(hierarchy.sessions[slot].lent, dtype=np.int32)
+    loaned = np.sort(pages.index[optional[states != PageState.REFILLING]])
+    assert (np.sort(lent) == loaned).all(), "what is on loan is not what was lent"
     clean = on_device[pages.state[on_device] == PageState.CLEAN]
     assert (tables.host_map[slot, pages.index[clean]] >= 0).all(), "a clean page has no host copy"

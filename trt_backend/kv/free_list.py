@@ -15,6 +15,7 @@ class FreeList:
         self.capacity = capacity
         self._stack = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._taken = np.zeros(capacity, dtype=np.bool_)
+        self._place = np.zeros(capacity, dtype=np.int32)
         self.free = capacity
 
     @property
@@ -41,7 +42,9 @@ class FreeList:
         Raises:
             ValueError: an id is not taken, or named twice; nothing is given back.
         """
-        if len(np.unique(ids)) != len(ids) or not self._taken[ids].all():
+        order = np.arange(len(ids), dtype=np.int32)
+        self._place[ids] = order  # of an id that is named twice, only the last place stays
+        if (self._place[ids] != order).any() or not self._taken[ids].all():
             raise ValueError(f"ids {ids.tolist()} are not all taken, or not distinct")
         self._taken[ids] = False
         self._stack[self.free : self.free + len(ids)] = ids

@@ -47,8 +47,8 @@ NEXT_STATES: dict[PageState, frozenset[PageState]] = {
 
 
 class PageTable:
-    """Columns `state` and `use` (uint8), `owner` (int32 slot, −1 when free or on its way back) and `index` (int32, which
-    page of its session a complete one is), one line a page.
+    """Columns, one line a page: `state` and `use` (uint8), `owner` (int32 slot, −1 when free or on its way back) and
+    `index` (int32: which of its session's pages a complete one is).
 
     Every change of a page goes through `take`, `move` and `release`, which keep the budget true and refuse steps
     that a page's life does not have.
@@ -75,9 +75,10 @@ class PageTable:
         self.budget.move(count, Use.FREE, use)
         return pages
 
-    def assign(self, pages: Int32, owners: Int32) -> None:
-        """Say whose pages are that were taken together for several slots."""
+    def assign(self, pages: Int32, owners: Int32, index: Int32) -> None:
+        """Say whose pages are, and which, that were taken together for several slots."""
         self.owner[pages] = owners
+        self.index[pages] = index
 
     def move(self, pages: Int32, state: PageState, use: Use) -> None:
         """Bring pages, all in one state and one use, to the next.
@@ -101,8 +102,8 @@ class PageTable:
 
     def move_each(self, pages: Int32, state: PageState | None, use: Use | None) -> None:
         """`move` for pages of different states and uses; None leaves a page's own."""
-        kinds = self.state[pages].astype(np.int32) * len(Use) + self.use[pages]
-        for kind in np.unique(kinds).tolist():
+        kinds = self.state[pages] * np.uint8(len(Use)) + self.use[pages]
+        for kind in np.flatnonzero(np.bincount(kinds)).tolist():
             own_state, own_use = PageState(kind // len(Use)), Use(kind % len(Use))
             same = pages[kinds == kind]
             self.move(same, own_state if state is None else state, own_use if use is None else use)

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_backend.engines.base import Engine, StepResult
+from trt_backend.kv.books import Moved
 from trt_backend.kv.budget import Use
-from trt_backend.kv.hierarchy import Hierarchy, Moved
+from trt_backend.kv.hierarchy import Hierarchy
 from trt_backend.kv.transfers import PassedFence
 from trt_backend.request import (
     Deliver,
@@ -167,7 +168,7 @@ class Scheduler:
 
     def _tick(self) -> bool:
         """One round: fences, deadlines, admissions, spare memory, a step, messages. False when it is to end."""
-        self._hierarchy.contended = len(self._waiting) > 0
+        self._hierarchy.contend(len(self._waiting) > 0)
         self._hierarchy.poll()
         self._give_up_failed()
         self._give_up_late()

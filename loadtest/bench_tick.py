@@ -1,0 +1,195 @@
+"""How long a tick of the control plane takes: fences, admission, reclaim, refill, seals, tables; no model, no bytes.
+
+`python -m loadtest.bench_tick`: sessions of 500K tokens, each writing 4 tokens a tick (a block of a drafter), 64 pages
+refilled a tick, a request arriving and one leaving every tenth tick. Copies land after a few ticks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trt_backend.config import ReclaimOrder, Residency
+from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
+from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
+from trt_backend.kv.residency import POLICIES, ResidencyTuning
+from trt_backend.kv.session import Session
+from trt_backend.kv.tables import SlotTables
+from trt_backend.kv.transfers import Fence, PassedFence
+
+Int32 = npt.NDArray[np.int32]
+
+TOKENS = 500 * 1024
+PAGE_TOKENS = 64
+HOT_TOKENS = 4096
+TOKENS_A_TICK = 4
+REFILLS_A_TICK = 64
+TICKS_A_REQUEST = 10
+LANDING_TICKS = 3
+"""Ticks until a copy has landed."""
+ON_DEVICE = 0.25
+"""Share of the histories that has room on the device."""
+WARM_TICKS = 50
+
+
+class TickFence:
+    """Passed some ticks after it was made."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due = clock.tick + LANDING_TICKS
+
+    def done(self) -> bool:
+        """Whether its tick has come."""
+        return self._clock.tick >= self._due
+
+
+@dataclass
+class Clock:
+    """Counts ticks."""
+
+    tick: int = 0
+
+
+@dataclass
+class NoBytes:
+    """Implements `kv.transfers.Transfers` without moving anything; counts pages."""
+
+    clock: Clock
+    pages: int = 0
+
+    def backup(self, device_pages: Int32, host_pages: Int32, after: Fence) -> Fence:  # noqa: ARG002
+        """A copy to the host, over some ticks later."""
+        self.pages += len(device_pages)
+        return TickFence(self.clock)
+
+    def refill(self, host_pages: Int32, device_pages: Int32, after: Fence) -> Fence:  # noqa: ARG002
+        """A copy from the host, over some ticks later."""
+        self.pages += len(device_pages)
+        return TickFence(self.clock)
+
+
+@dataclass
+class World:
+    """A deployment with `sessions` sessions in the middle of their answers."""
+
+    sessions: int
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        layout = KvLayout(
+            (KvSource("rows", 656),), (IndexGroup((0,), 2048, 132),), page_tokens=PAGE_TOKENS, hot_tokens=HOT_TOKENS
+        )
+        slots = self.sessions + 8
+        pages = layout.pages_for(TOKENS)
+        required = layout.hot_pages + 3
+        device = slots * required + int(self.sessions * pages * ON_DEVICE) + 2 * pages
+        sizes = PoolSizes(slots, device, host_pages=slots * pages, index_pages=slots * pages, chunk_tokens=8192)
+        tuning = ResidencyTuning(
+            ReclaimOrder.OLDEST, required, required, REFILLS_A_TICK, backup_pages_per_tick=4, promote_decode_pages=True
+        )
+        tables = SlotTables.empty(layout, slots, TOKENS)
+        self.transfers = NoBytes(self.clock)
+        self.hierarchy = Hierarchy(layout, POLICIES[Residency.ADAPTIVE], tables, self.transfers, sizes, tuning)
+        self.rng = np.random.default_rng(0)
+        self.live: list[Session] = []
+        while len(self.live) < self.sessions:
+            self._arrive()
+            self._pass_time()
+
+    def _arrive(self) -> bool:
+        """A request with half of its tokens in the prompt, the rest some way into its answer."""
+        prompt = int(self.rng.integers(TOKENS // 2, TOKENS * 3 // 4))
+        self.hierarchy.contend(True)
+        session = self.hierarchy.admit(prompt, TOKENS)
+        if session is None:
+            return False
+        self.hierarchy.contend(False)
+        self.live.append(session)
+        slots = np.array([session.slot], dtype=np.int32)
+        counts = np.array([prompt], dtype=np.int32)
+        self.hierarchy.wrote(slots, counts, PassedFence())  # the import is over at once; its steps are not a tick's
+        return True
+
+    def _pass_time(self) -> None:
+        self.clock.tick += 1
+        self.hierarchy.poll()
+
+    def tick(self) -> float:
+        """One tick; its seconds. What takes a request's import is not timed."""
+        self.clock.tick += 1
+        leaves = self.clock.tick % TICKS_A_REQUEST == 0
+        started = time.perf_counter()
+        if leaves:
+            self.hierarchy.end(self.live.pop(int(self.rng.integers(len(self.live)))))
+        self.hierarchy.poll()
+        if len(self.live) < self.sessions:
+            self._arrive()
+        self.hierarchy.tend()
+        slots = np.array([session.slot for session in self.live], dtype=np.int32)
+        rooms = self.hierarchy.rooms(slots)
+        writing = slots[rooms >= TOKENS_A_TICK]
+        counts = np.full(len(writing), TOKENS_A_TICK, dtype=np.int32)
+        self.hierarchy.place(writing, counts)
+        self.hierarchy.take_recycled()
+        self.hierarchy.wrote(writing, counts, PassedFence())
+        return time.perf_counter() - started
+
+
+def measure(sessions: int, ticks: int) -> dict[str, float]:
+    """Milliseconds a tick, and what the ticks did."""
+    world = World(sessions)
+    for _ in range(WARM_TICKS):
+        world.tick()
+    gc.collect()
+    gc.freeze()
+    before = world.hierarchy.moved.refilled, world.transfers.pages, world.hierarchy.moved.reclaimed
+    milliseconds = np.array([world.tick() for _ in range(ticks)]) * 1e3
+    gc.unfreeze()
+    moved = world.hierarchy.moved
+    return {
+        "sessions": sessions,
+        "ticks": ticks,
+        "mean_ms": float(milliseconds.mean()),
+        "p50_ms": float(np.median(milliseconds)),
+        "p99_ms": float(np.percentile(milliseconds, 99)),
+        "max_ms": float(milliseconds.max()),
+        "refilled_pages_a_tick": (moved.refilled - before[0]) / ticks,
+        "copied_pages_a_tick": (world.transfers.pages - before[1]) / ticks,
+        "reclaimed_pages_a_tick": (moved.reclaimed - before[2]) / ticks,
+    }
+
+
+def main(
+    sessions: Annotated[str, typer.Option(help="Numbers of sessions.")] = "64,128,256,512",
+    ticks: Annotated[int, typer.Option(help="Ticks that are timed.")] = 1000,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the one with the median mean is shown.")] = 3,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Time the control plane's tick."""
+    results = []
+    for count in map(int, sessions.split(",")):
+        runs = sorted((measure(count, ticks) for _ in range(repeats)), key=lambda run: run["mean_ms"])
+        results.append(runs[len(runs) // 2])
+    table = Table("sessions", "mean", "median", "p99", "max", "refilled", "copied", "reclaimed")
+    for run in results:
+        times = (f"{run[key]:.3f} ms" for key in ("mean_ms", "p50_ms", "p99_ms", "max_ms"))
+        pages = (f"{run[f'{kind}_pages_a_tick']:.1f}" for kind in ("refilled", "copied", "reclaimed"))
+        table.add_row(str(run["sessions"]), *times, *pages)
+    Console().print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
