@@ -6,12 +6,13 @@ import argparse
 import inspect
 import subprocess
 import typing
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.serving import Answer, Int32, python_tokens, serve
-from trt_backend.config import DeploymentConfig, Residency, RowFormat
+from trt_backend.config import DeploymentConfig, ReclaimOrder, Residency, RowFormat
 
 NEW_TOKENS = 200
 PROMPTS = 32
@@ -70,6 +71,41 @@ def test_hisparse_equals_resident_whatever_the_batch_and_the_chunk(
     assert min(rows.direct, rows.hot, rows.host) > 10_000, f"all three ways must be taken: {rows}"
     assert runtime.hierarchy.pages.budget.free == device_pages
     assert (runtime.hierarchy.host.used, runtime.hierarchy.index.used, runtime.hierarchy.slots.used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("device_pages", "sessions", "settings"),
+    [
+        # Requests come and go: memory is lent, taken back in every order, and lent again.
+        (260, 5, {"reclaim_order": ReclaimOrder.OLDEST}),
+        (260, 8, {"reclaim_order": ReclaimOrder.COLDEST, "promote_decode_pages": False, "backup_pages_per_tick": 0}),
+        (180, 12, {"reclaim_order": ReclaimOrder.NEWEST, "reserve_pages": 0, "refill_hysteresis_pages": 0}),
+        # The longest prompts, of up to 94 pages, don't fit: they are imported through a window.
+        (60, 5, {"reclaim_order": ReclaimOrder.LARGEST, "prefill_chunk_tokens": 256}),
+    ],
+)
+def test_adaptive_equals_resident_under_reclaim_and_refill(
+    prompts: list[Int32],
+    resident: dict[int, Answer],
+    device_pages: int,
+    sessions: int,
+    settings: dict[str, Any],
+) -> None:
+    some = prompts[::2]
+    config = DeploymentConfig(
+        residency=Residency.ADAPTIVE,
+        hot_tokens=2 * TOP_K,
+        max_sessions=sessions,
+        device_pages=device_pages,
+        **settings,
+    )
+    answers, runtime = serve(config, some, NEW_TOKENS)
+    assert_same(answers, {len(prompt): resident[len(prompt)] for prompt in some})
+    moved, rows = runtime.hierarchy.moved, runtime.scheduler.snapshot().totals.rows
+    assert rows.masked == 0
+    assert min(moved.reclaimed, moved.refilled, moved.backed_up) > 50, f"memory must go both ways: {moved}"
+    assert (moved.promoted > 0) == settings.get("promote_decode_pages", True)
+    assert runtime.hierarchy.pages.budget.free == device_pages
 
 
 @pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])

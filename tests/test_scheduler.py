@@ -317,22 +317,20 @@ def test_a_reader_that_has_all_it_wants_ends_its_request_well(house: House) -> N
 
 def test_deadlines_end_requests_that_wait_and_that_run(house: House) -> None:
     house.engine.gate.clear()
-    soon = time.monotonic_ns() + 50_000_000
     for i in range(8):
         house.submit(Request(f"r{i}", prompt(100, i), 200))
-    house.submit(Request("waits", prompt(100), 200, deadline_ns=soon))
-    house.submit(Request("in time", prompt(10), 2, deadline_ns=time.monotonic_ns() + 60_000_000_000))
+    house.submit(Request("waits", prompt(100), 200, deadline_ms=50))
+    house.submit(Request("in time", prompt(10), 2, deadline_ms=60_000))
     time.sleep(0.06)
     house.engine.gate.set()
     error = house.wait("waits").error
     assert error is not None
     assert error.code is ErrorCode.DEADLINE_EXCEEDED
-    assert str(error).startswith("DEADLINE_EXCEEDED id=waits deadline_ms=")
-    assert str(error).endswith("has passed: still waiting")
+    assert str(error) == "DEADLINE_EXCEEDED id=waits deadline_ms=50 has passed: still waiting"
     for name in [*(f"r{i}" for i in range(8)), "in time"]:
         assert house.wait(name).error is None
     house.engine.gate.clear()
-    house.submit(Request("runs", prompt(100), 200, deadline_ns=time.monotonic_ns() + 50_000_000))
+    house.submit(Request("runs", prompt(100), 200, deadline_ms=50))
     house.submit(Request("neighbour", prompt(50), 20))
     time.sleep(0.06)
     house.engine.gate.set()

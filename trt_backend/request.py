@@ -84,8 +84,8 @@ class Request:
     of `end_ids`, or at the first of `stop_sequences`; what stopped it is delivered with the last tokens of the stream
     (text faces hide an end token). Neither may come before `min_tokens`. None of `bad_sequences` is ever generated.
     `logprobs` asks for the log-probability of each new token and of so many alternatives, `score_prompt` for those of
-    the prompt's tokens; only then may `max_tokens` be 0. A request that has not ended at `deadline_ns`
-    (`time.monotonic_ns()`) is given up.
+    the prompt's tokens; only then may `max_tokens` be 0. It arrived at `arrival_ns` (`time.monotonic_ns()`; without
+    it, when it is submitted), and is given up if it has not ended `deadline_ms` later.
     """
 
     id: str
@@ -99,7 +99,8 @@ class Request:
     logprobs: int | None = None
     score_prompt: bool = False
     priority: int = DEFAULT_PRIORITY
-    deadline_ns: int | None = None
+    arrival_ns: int | None = None
+    deadline_ms: int | None = None
 
     @property
     def max_length(self) -> int:

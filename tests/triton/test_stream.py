@@ -67,7 +67,8 @@ class Rig:
         self.ended: list[Ended] = []
         self.cancelled: list[str] = []
         self.finished: list[str] = []
-        self.streamer = Streamer(tokenizer, self.ended.append, self)
+        self.released: list[str] = []
+        self.streamer = Streamer(tokenizer, self.released.append, self.ended.append, self)
         self.streamer.start()
 
     # What the streamer asks of the scheduler.

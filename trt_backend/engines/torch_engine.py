@@ -62,6 +62,7 @@ class TorchEngine:
         self.threads = threads
         self.vocab_size = model.config.vocab_size
         self.arenas = [torch.from_numpy(rows) for rows in memory.arenas.sources]
+        self.pool = [torch.from_numpy(rows) for rows in memory.pool.sources]
         self.keys = [torch.from_numpy(keys) for keys in memory.keys.groups]
         self.group_of = {source: g for g, group in enumerate(layout.groups) for source in group.sources}
         slots = len(tables.tail_first)
@@ -86,7 +87,7 @@ class TorchEngine:
         """Run one step; see `engines.base`.
 
         Raises:
-            RuntimeError: a prompt chunk selected rows that are not on the device.
+            RuntimeError: a prompt chunk selected rows that are nowhere.
         """
         torch.set_num_threads(self.threads if len(batch.tokens) >= PARALLEL_TOKENS else 1)
         state = StepState(self, batch)
@@ -130,6 +131,8 @@ class StepState:
         self._chunks = _chunks(batch, engine.layout.page_tokens)
         self._decode_pages = _decode_pages(batch, engine.tables.index_map, engine.layout.page_tokens)
         self._locations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._remote: dict[int, torch.Tensor] = {}
+        """By group: host rows of what prompts selected and the device does not hold, int64 [T, K]."""
         self.counts = np.zeros((batch.decodes, len(host.Counts._fields)), dtype=np.int64)
 
     def write_rows(self, source: int, rows: torch.Tensor) -> None:
@@ -157,7 +160,10 @@ class StepState:
             scores = prompt_scores(queries[span], weights[span], keys)
             host.topk(scores.numpy(), visible[span], k, out=selected[span])
         locations = torch.from_numpy(self._resolve(group, selected))
-        self._locations[group] = locations.clamp_min(0), locations >= 0
+        found = locations >= 0
+        if group in self._remote:
+            found |= self._remote[group] >= 0
+        self._locations[group] = locations.clamp_min(0), found
 
     def read_rows(self, source: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KvState`. Rows that the group's resolve missed are fetched from the host first, source by source."""
@@ -168,6 +174,10 @@ class StepState:
             host.fetch_rows(memory.pool.sources[source], memory.arenas.sources[source], engine.plans[group])
         locations, valid = self._locations[group]
         rows = engine.arenas[source].index_select(0, locations[tokens].flatten())
+        if group in self._remote:
+            remote = self._remote[group][tokens].flatten()
+            (missing,) = torch.nonzero(remote >= 0, as_tuple=True)
+            rows[missing] = engine.pool[source].index_select(0, remote[missing])
         return rows.view(-1, locations.shape[1], rows.shape[1]), valid[tokens]
 
     def _resolve(self, group: int, selected: Int32) -> Int32:
@@ -184,8 +194,26 @@ class StepState:
         if decodes < len(selected):
             masked = host.locate(tables, selected[decodes:], batch.slots[decodes:], locations[decodes:])
             if masked:
-                raise RuntimeError(f"{masked} selected rows of prompts are not on the device (group {group})")
+                self._remote[group] = torch.from_numpy(self._host_rows(group, selected, locations))
         return locations
+
+    def _host_rows(self, group: int, selected: Int32, locations: Int32) -> npt.NDArray[np.int64]:
+        """Host rows, int64 [T, K], of what prompts selected and the device does not hold; −1 elsewhere.
+
+        Of a prompt that the pool can't hold, what is behind the window is on the host: each layer reads it from there,
+        a few tokens' rows at a time.
+        """
+        tables, decodes = self._engine.resolver_tables[group], self._batch.decodes
+        missing = (locations < 0) & (selected >= 0)
+        missing[:decodes] = False
+        token, _ = np.nonzero(missing)
+        page, offset = np.divmod(selected[missing], tables.page_rows)
+        host_pages = tables.host_map[self._batch.slots[token], page]
+        if (host_pages < 0).any():
+            raise RuntimeError(f"{(host_pages < 0).sum()} selected rows of prompts are nowhere (group {group})")
+        rows = np.full(selected.shape, -1, dtype=np.int64)
+        rows[missing] = host_pages.astype(np.int64) * tables.page_rows + offset
+        return rows
 
     def _decode_scores(self, group: int, queries: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [decodes, keys of the longest session]; beyond a session's own keys it is undefined."""

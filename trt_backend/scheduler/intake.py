@@ -81,7 +81,7 @@ class Intake:
         fault = self._fault(request)
         if fault is not None:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, request.id, fault)
-        message = Waiting(request, deliver, RequestTimes(arrival_ns=time.monotonic_ns()))
+        message = Waiting(request, deliver, RequestTimes(request.arrival_ns or time.monotonic_ns()))
         with self._lock:
             self._reserve(request.id)
             self._messages.put(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import heapq
 import logging
-import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -204,8 +203,9 @@ class Scheduler:
         for message in self._intake.receive(timeout):
             if isinstance(message, Waiting):
                 self._waiting.push(message)
-                if message.request.deadline_ns is not None:
-                    heapq.heappush(self._deadlines, (message.request.deadline_ns, message.request.id))
+                deadline = _deadline_of(message)
+                if deadline is not None:
+                    heapq.heappush(self._deadlines, (deadline, message.request.id))
             else:
                 self._end(message)
 
@@ -384,11 +384,10 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_ns, request_id = heapq.heappop(self._deadlines)
             one = self._find(request_id)
-            if one is None or one.request.deadline_ns != deadline_ns:
+            if one is None or _deadline_of(one) != deadline_ns:
                 continue  # it ended in time; its id may be another's by now
-            allowed = math.ceil((deadline_ns - one.times.arrival_ns) / 1e6)
             done = f"{one.sampler.generated} tokens made" if isinstance(one, Running) else "still waiting"
-            detail = f"deadline_ms={allowed} has passed: {done}"
+            detail = f"deadline_ms={one.request.deadline_ms} has passed: {done}"
             self._close(one, RequestError(ErrorCode.DEADLINE_EXCEEDED, request_id, detail), FinishReason.CANCELLED)
 
     def _cancel_all(self, detail: str) -> None:
@@ -421,3 +420,9 @@ class Scheduler:
             totals=replace(self._totals, rows=replace(self._totals.rows)),
             moved=replace(hierarchy.moved),
         )
+
+
+def _deadline_of(one: Running | Waiting) -> int | None:
+    """When it is given up, in `time.monotonic_ns()`; None: never."""
+    allowed_ms = one.request.deadline_ms
+    return None if allowed_ms is None else one.times.arrival_ns + allowed_ms * 1_000_000

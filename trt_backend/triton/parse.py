@@ -77,6 +77,7 @@ def make_request(request_id: str, fields: Fields, tokenizer: Tokenizer, limits: 
 
 
 def _make(request_id: str, fields: Fields, tokenizer: Tokenizer, limits: Limits) -> tuple[Request, Shape]:
+    arrival_ns = time.monotonic_ns()
     sampling = _sampling(fields)
     if fields.max_tokens is not None and fields.max_tokens < (0 if fields.score_prompt else 1):
         least = "0 (the prompt is only scored)" if fields.score_prompt else "1"
@@ -107,7 +108,8 @@ def _make(request_id: str, fields: Fields, tokenizer: Tokenizer, limits: Limits)
         logprobs=logprobs,
         score_prompt=bool(fields.score_prompt),
         priority=_within("priority", priority, PRIORITIES[0], PRIORITIES[-1]),
-        deadline_ns=_deadline(fields.deadline_ms),
+        arrival_ns=arrival_ns,
+        deadline_ms=_deadline(fields.deadline_ms),
     )
     in_pieces = bool(fields.stream)
     echoes = not limits.exclude_input_in_output and not in_pieces
@@ -242,11 +244,9 @@ def _check_ids(name: str, ids: tuple[int, ...], limits: Limits) -> None:
 
 
 def _deadline(deadline_ms: int | None) -> int | None:
-    if deadline_ms is None:
-        return None
-    if deadline_ms < 1:
+    if deadline_ms is not None and deadline_ms < 1:
         raise _IllegalError(f"deadline_ms={deadline_ms} is not legal; legal: 1 and up")
-    return time.monotonic_ns() + deadline_ms * 1_000_000
+    return deadline_ms
 
 
 def _within(name: str, value: int, low: int, high: int) -> int:

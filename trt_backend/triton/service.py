@@ -15,6 +15,7 @@ from trt_backend.build import Deployment, Runtime, build_runtime
 from trt_backend.config import DeploymentConfig
 from trt_backend.request import ErrorCode, FinishReason, Output, RequestError
 from trt_backend.scheduler import Snapshot
+from trt_backend.triton.canary import CANARY_ID
 from trt_backend.triton.inputs import Fields
 from trt_backend.triton.outputs import Ended
 from trt_backend.triton.parse import Limits, Shape, make_request
@@ -39,10 +40,6 @@ class Metrics(Protocol):
 
     def publish(self, snapshot: Snapshot, ended: Sequence[Ended]) -> None:
         """Show the scheduler's state and totals, and count the requests that have ended since the last call."""
-
-
-CANARY_ID = "dhs-canary"
-"""Requests with this id are the supervisor's: they are served like others and counted nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,9 @@ class Service:
         self._numbers = itertools.count(1)
         self._unpublished: list[Ended] = []
         self._news = threading.Event()
-        self._streamers = [Streamer(self._tokenizer, self._ended, self._scheduler) for _ in range(STREAMERS)]
+        self._streamers = [
+            Streamer(self._tokenizer, self._release, self._ended, self._scheduler) for _ in range(STREAMERS)
+        ]
         scheduler = self._scheduler
         stall = StallWatch(lambda: scheduler.steps, lambda: scheduler.load, config.stall_seconds, on_failure)
         self._watch = Watch(
@@ -172,10 +171,14 @@ class Service:
             self._live[request_id] = _Live(client_id, sink)
             return request_id
 
-    def _ended(self, ended: Ended) -> None:
+    def _release(self, request_id: str) -> None:
+        """A request's last response is about to go: whoever gets it may use the id again at once."""
         with self._lock:
-            live = self._live.pop(ended.request_id)
-            if live.client_id != CANARY_ID:
+            del self._live[request_id]
+
+    def _ended(self, ended: Ended) -> None:
+        if ended.request_id.partition("#")[0] != CANARY_ID:  # canaries are served like others and counted nowhere
+            with self._lock:
                 self._unpublished.append(ended)
         self._news.set()
         self._on_end(ended)

@@ -57,11 +57,19 @@ class Streamer:
     """Owns every sink from `open` to the end of its request.
 
     What has come in for a request while others were served goes out as one piece, so a slow moment costs no backlog.
-    `on_end` is told of each ended request, after its last response has gone, on the streaming thread.
+    `on_last` is told a request's id before its last response goes, `on_end` how it ended, after that; both on the
+    streaming thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, on_end: Callable[[Ended], None], requests: Requests) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        on_last: Callable[[str], None],
+        on_end: Callable[[Ended], None],
+        requests: Requests,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._on_last = on_last
         self._on_end = on_end
         self._requests = requests
         self._messages: queue.SimpleQueue[_Stream | Output | None] = queue.SimpleQueue()
@@ -130,6 +138,8 @@ class Streamer:
 
     def _advance(self, stream: _Stream) -> None:
         """Send what can be sent; whatever goes wrong stays with this one request."""
+        if stream.end is not None:
+            self._on_last(stream.request_id)
         try:
             self._send(stream)
         except Exception:
