@@ -86,7 +86,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Spelled out, in the reference's order of roundings, for torch's own has no CPU kernel: it makes a dozen calls.
     """
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = norm.square_().mul_(constant(1 / x.shape[-1])).add_(constant(eps)).rsqrt_()
+    scale = norm.mul_(norm).mul_(constant(1 / x.shape[-1])).add_(constant(eps)).rsqrt_()
     return (x * scale).mul_(weight)
 
 
@@ -128,7 +128,7 @@ def halves_first(weight: torch.Tensor, channels: int) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate float32 [T, heads, channels] by the tables of its tokens."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Layer:
     mlp: Mlp | MoE
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """float32 [16 n, hidden] to the same."""
-        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), step)
+        """Apply to float32 [16 n, hidden], in place."""
+        x.add_(self.attention(rms_norm(x, self.attention_norm, self.eps), step))
         normed = rms_norm(x, self.mlp_norm, self.eps)
-        return x + (self.mlp(normed, step.tokens) if isinstance(self.mlp, MoE) else self.mlp(normed))
+        return x.add_(self.mlp(normed, step.tokens) if isinstance(self.mlp, MoE) else self.mlp(normed))
