@@ -62,9 +62,16 @@ class Recorder:
 
 
 def serve(
-    config: DeploymentConfig, prompts: list[Int32], max_tokens: int, recorder: type[Recorder] = Recorder
+    config: DeploymentConfig,
+    prompts: list[Int32],
+    max_tokens: int,
+    recorder: type[Recorder] = Recorder,
+    waves: int = 1,
 ) -> tuple[dict[int, Answer], Runtime]:
-    """Send all prompts at once, greedy; wait for the last token. Answers are keyed by the prompts' lengths."""
+    """Send all prompts, greedy; wait for the last token. Answers are keyed by the prompts' lengths.
+
+    They come all at once, or in `waves`: the next one when all but two requests of those before are over.
+    """
     answers = {len(prompt): Answer() for prompt in prompts}
     assert len(answers) == len(prompts), "prompts must differ in length"
     runtime = build_runtime(config)
@@ -79,11 +86,21 @@ def serve(
             answer.last = output
             over.release()
 
-    for prompt in prompts:
-        scheduler.submit(Request(str(len(prompt)), prompt, max_tokens), deliver)
-    scheduler.start()
-    for _ in prompts:
-        assert over.acquire(timeout=600), f"no answer in 600 s; {scheduler.snapshot()}"
+    ended = 0
+
+    def wait_for(count: int) -> None:
+        nonlocal ended
+        while ended < count:
+            assert over.acquire(timeout=600), f"no answer in 600 s; {scheduler.snapshot()}"
+            ended += 1
+
+    for wave in range(waves):
+        wait_for(len(prompts) * wave // waves - 2)
+        for prompt in prompts[len(prompts) * wave // waves : len(prompts) * (wave + 1) // waves]:
+            scheduler.submit(Request(str(len(prompt)), prompt, max_tokens), deliver)
+        if wave == 0:
+            scheduler.start()
+    wait_for(len(prompts))
     scheduler.stop(drain_seconds=10)
     runtime.hierarchy.poll()
     runtime.hierarchy.check()

@@ -17,6 +17,7 @@ from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
 from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
 from trt_backend.kv.residency import POLICIES, ResidencyTuning
 from trt_backend.kv.tables import SlotTables
+from trt_backend.kv.transfers import Fence
 from trt_backend.memory.arena import RowStore
 from trt_backend.memory.cpu import CpuTransfers
 from trt_backend.request import ErrorCode, FinishReason, Output, Request, RequestError
@@ -47,7 +48,7 @@ class House:
             self.over[output.request_id].set()
 
     def wait(self, request_id: str) -> Output:
-        assert self.over[request_id].wait(60), self.scheduler.snapshot()
+        assert self.over[request_id].wait(120), self.scheduler.snapshot()
         return self.outputs[request_id][-1]
 
     def tokens(self, request_id: str) -> list[int]:
@@ -55,7 +56,7 @@ class House:
 
     def wait_for(self, condition: str) -> None:
         """Wait until an attribute of the snapshot is at least 1."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while getattr(self.scheduler.snapshot(), condition) < 1:
             assert time.monotonic() < deadline, self.scheduler.snapshot()
             time.sleep(0.001)
@@ -75,6 +76,7 @@ def build(
     queue_limit: int = 100,
     chunk: int = 24,
     tuning: ResidencyTuning | None = None,
+    transfer_timeout: float = 30.0,
 ) -> House:
     hot_tokens = 0 if residency is Residency.RESIDENT else 16
     layout = KvLayout((KvSource("only", 8),), (IndexGroup((0,), 16, 4),), page_tokens=8, hot_tokens=hot_tokens)
@@ -84,7 +86,7 @@ def build(
     transfers = CpuTransfers(arenas, pool)
     hierarchy = Hierarchy(layout, POLICIES[residency], tables, transfers, sizes, tuning)
     engine = ArithmeticEngine(layout, tables, arenas, pool)
-    scheduler = Scheduler(hierarchy, engine, SchedulerLimits(queue_limit, chunk, MAX_LEN))
+    scheduler = Scheduler(hierarchy, engine, SchedulerLimits(queue_limit, chunk, MAX_LEN, transfer_timeout))
     return House(scheduler, hierarchy, engine, transfers)
 
 
@@ -326,7 +328,7 @@ def test_deadlines_end_requests_that_wait_and_that_run(house: House) -> None:
     error = house.wait("waits").error
     assert error is not None
     assert error.code is ErrorCode.DEADLINE_EXCEEDED
-    assert str(error) == "DEADLINE_EXCEEDED id=waits deadline_ms=50 has passed: still waiting"
+    assert str(error).startswith("DEADLINE_EXCEEDED id=waits deadline_ms=50 has passed: still waiting, one of ")
     for name in [*(f"r{i}" for i in range(8)), "in time"]:
         assert house.wait(name).error is None
     house.engine.gate.clear()
@@ -407,3 +409,131 @@ def test_a_request_that_may_choose_nothing_fails_alone(house: House) -> None:
     assert error.code is ErrorCode.INTERNAL
     house.wait("neighbour")
     assert house.tokens("neighbour") == expected(prompt(30), 12)
+
+
+def test_a_copy_that_hangs_fails_its_request_and_says_so() -> None:
+    house = build(Residency.HISPARSE, device_pages=60, transfer_timeout=1.0)
+    stuck = threading.Event()
+    really = house.transfers.backup
+
+    class Never:
+        def done(self) -> bool:
+            return stuck.is_set()
+
+    def hang_once(device_pages: Int32, host_pages: Int32, after: Fence) -> Fence:
+        if len(device_pages) > 1:  # history; the session can't go on without the first page of its tail
+            return really(device_pages, host_pages, after)
+        house.transfers.backup = really  # type: ignore[method-assign]
+        return Never()
+
+    house.transfers.backup = hang_once  # type: ignore[method-assign]
+    house.scheduler.start()
+    house.submit(Request("hangs", prompt(100), 200))
+    house.wait_for("decoding")
+    while not (waits := house.scheduler.describe()).startswith("hangs waits for "):
+        assert not house.over["hangs"].is_set(), waits
+    house.submit(Request("neighbour", prompt(50), 100))
+    error = house.wait("hangs").error
+    assert error is not None
+    assert str(error).startswith("INTERNAL id=hangs copying 1 of its pages to the host has taken 1.")
+    house.wait("neighbour")
+    assert house.tokens("neighbour") == expected(prompt(50), 100)
+    stuck.set()
+    house.scheduler.stop(5)
+    house.transfers.close()
+    house.assert_empty()
+
+
+def test_a_request_that_waits_for_memory_says_what_is_short(house: House) -> None:
+    for i in range(4):
+        house.submit(Request(f"r{i}", prompt(200, i), 150))
+    deadline = time.monotonic() + 30
+    while "is next in the queue" not in house.scheduler.describe():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert "waits for device pages: 30 needed, " in house.scheduler.describe()
+
+
+def test_a_failed_copy_fails_its_request_and_no_others() -> None:
+    house = build(Residency.ADAPTIVE, device_pages=40)
+    pool = house.transfers.pool.sources
+    house.scheduler.start()
+    house.submit(Request("loses", prompt(160), 200))
+    house.wait_for("decoding")
+    house.transfers.pool.sources = []
+    house.submit(Request("needs room", prompt(160, 1), 60))
+    error = house.wait("loses").error
+    house.transfers.pool.sources = pool
+    assert error is not None
+    assert "copying its rows to the host failed" in str(error)
+    house.wait("needs room")
+    assert house.tokens("needs room") == expected(prompt(160, 1), 60)
+    house.scheduler.stop(5)
+    house.transfers.close()
+    house.assert_empty()
+
+
+class Nuisance:
+    """Copies of which some fail, chosen by a seed."""
+
+    def __init__(self, transfers: CpuTransfers, rng: np.random.Generator) -> None:
+        self._transfers = transfers
+        self._rng = rng
+
+    def backup(self, device_pages: Int32, host_pages: Int32, after: Fence) -> Fence:
+        return self._perhaps(self._transfers.backup(device_pages, host_pages, after))
+
+    def refill(self, host_pages: Int32, device_pages: Int32, after: Fence) -> Fence:
+        return self._perhaps(self._transfers.refill(host_pages, device_pages, after))
+
+    def _perhaps(self, fence: Fence) -> Fence:
+        return FailedFence(fence) if self._rng.random() < 0.01 else fence
+
+
+@dataclass
+class FailedFence:
+    """A copy that fails when it is over."""
+
+    fence: Fence
+
+    def done(self) -> bool:
+        if self.fence.done():
+            raise OSError("injected")
+        return False
+
+
+@pytest.mark.parametrize("requests", [400, pytest.param(5000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_random_requests_all_end_with_a_result_or_a_reason(requests: int) -> None:
+    rng = np.random.default_rng(17)
+    house = build(Residency.ADAPTIVE, device_pages=50, slots=8, queue_limit=requests)
+    house.hierarchy._movement._transfers = Nuisance(house.transfers, rng)
+    house.scheduler.start()
+    made: list[Request] = []
+    for number in range(requests):
+        length = int(rng.integers(1, 250))
+        request = Request(
+            f"r{number}",
+            prompt(length, number),
+            int(rng.integers(1, MAX_LEN - length)),
+            priority=int(rng.integers(0, 10)),
+            deadline_ms=int(rng.integers(1, 60_000)) if rng.random() < 0.2 else None,
+        )
+        made.append(request)
+        house.submit(request)
+        if rng.random() < 0.2:
+            house.scheduler.cancel(f"r{int(rng.integers(0, number + 1))}")
+    causes: dict[str, int] = {}
+    for request in made:
+        last = house.wait(request.id)
+        assert sum(output.finish is not None for output in house.outputs[request.id]) == 1
+        whole = expected(request.prompt, request.max_tokens)
+        made_tokens = house.tokens(request.id)
+        assert made_tokens == (whole if last.error is None else whole[: len(made_tokens)])
+        cause = last.error.code.value if last.error is not None else str(last.finish)
+        causes[cause] = causes.get(cause, 0) + 1
+        assert cause in ("length", "CANCELLED", "DEADLINE_EXCEEDED") or "OSError: injected" in str(last.error)
+    assert {"length", "CANCELLED", "INTERNAL"} <= causes.keys(), causes
+    house.scheduler.stop(5)
+    house.transfers.close()
+    house.assert_empty()
+    assert house.hierarchy.moved.failures > 0

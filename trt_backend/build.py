@@ -107,7 +107,9 @@ def build_runtime(config: DeploymentConfig, progress: Callable[[str], None] = la
     memory = DeviceMemory(arenas, pool, IndexKeyStore(layout, sizes.index_pages), hot)
     threads = config.threads or len(os.sched_getaffinity(0))
     engine = TorchEngine(model, layout, config.row_format, tables, memory, threads)
-    limits = SchedulerLimits(config.queue_limit, config.prefill_chunk_tokens, deployment.max_model_len)
+    limits = SchedulerLimits(
+        config.queue_limit, config.prefill_chunk_tokens, deployment.max_model_len, config.transfer_timeout_seconds
+    )
     return Runtime(deployment, hierarchy, Scheduler(hierarchy, engine, limits), transfers.close)
 
 

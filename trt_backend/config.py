@@ -111,6 +111,9 @@ class DeploymentConfig(BaseModel):
     refill_pages_per_tick: int = Field(default=64, ge=1, description="pages brought back to the device in a tick")
     backup_pages_per_tick: int = Field(default=4, ge=0, description="dirty pages copied to the host in a tick")
     promote_decode_pages: bool = Field(default=True, description="keep pages that decoding fills, while there is room")
+    transfer_timeout_seconds: float = Field(
+        default=30.0, gt=0, le=3600, description="a request whose rows take longer to copy fails"
+    )
     stall_seconds: float = Field(default=60.0, gt=0, le=86400, description="time without a step, though there is work")
 
 

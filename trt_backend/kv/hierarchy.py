@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -367,7 +368,38 @@ class Hierarchy:
         """Whether something waits for a fence, so that `poll` is worth calling again soon."""
         return self._movement.busy
 
-    @property
-    def oldest_copy(self) -> Copy | None:
-        """The copy that has been under way longest."""
-        return min(self._movement.copies, key=lambda copy: copy.started, default=None)
+    def give_up_copies(self, seconds: float) -> None:
+        """Count copies that have been under way for longer as failed for their sessions, which `take_failed` names.
+
+        What such a copy reads or writes stays taken until its fence passes, if it ever does.
+        """
+        now = time.monotonic()
+        for copy in self._movement.copies:
+            if now - copy.started > seconds:
+                way = "to the host" if copy.direction is Direction.BACKUP else "to the device"
+                for slot in np.unique(copy.slots[self.columns.active[copy.slots]]).tolist():
+                    pages = int((copy.slots == slot).sum())
+                    self._failed[slot] = f"copying {pages} of its pages {way} has taken {now - copy.started:.1f} s"
+
+    def waits(self, session: Session) -> str:
+        """What keeps a session from going on, in words; nothing if it can."""
+        if self.room(session) > 0:
+            return ""
+        now = time.monotonic()
+        copies = [copy for copy in self._movement.copies if (copy.slots == session.slot).any()]
+        pages = sum(int((copy.slots == session.slot).sum()) for copy in copies)
+        longest = max((now - copy.started for copy in copies), default=0.0)
+        return f"for {pages} pages that are being copied, the oldest for {longest:.1f} s"
+
+    def shortage(self, prompt_tokens: int, max_length: int) -> str:
+        """What a request waits for that is not admitted, with the numbers."""
+        needs = self.need_of(prompt_tokens, max_length)
+        pools = (
+            ("slots", 1, self.slots.free, self.slots.capacity),
+            ("device pages", needs.device, self.pages.budget.free, self.sizes.device_pages),
+            ("host pages", needs.host, self.host.free, self.host.capacity),
+            ("index pages", needs.index, self.index.free, self.index.capacity),
+        )
+        short = [f"{what}: {need} needed, {free} of {size} free" for what, need, free, size in pools if need > free]
+        coming = self.pages.budget.counts[Use.IN_TRANSIT]
+        return f"for {', '.join(short) or 'its turn'}; {coming} device pages are on their way back"

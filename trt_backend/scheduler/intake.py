@@ -30,11 +30,12 @@ LONGEST_RETRY_MS = 5000
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """`queue_limit` requests may wait; a step takes up to `prefill_chunk_tokens` tokens of prompts; a request may
-    become `max_model_len` tokens long."""
+    become `max_model_len` tokens long; one whose rows have not been copied in `transfer_timeout_seconds` fails."""
 
     queue_limit: int
     prefill_chunk_tokens: int
     max_model_len: int
+    transfer_timeout_seconds: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -133,18 +134,26 @@ class Intake:
                 ErrorCode.OVERLOADED,
                 request_id,
                 f"{self._queued} requests wait already; this deployment queues {self._limits.queue_limit} "
-                "(queue_limit)",
+                f"(queue_limit){self.predicted_wait(self._queued)}",
                 retry_after_ms=self._retry_after_ms(),
             )
         self._live.add(request_id)
         self._queued += 1
 
+    def predicted_wait(self, ahead: int) -> str:
+        """How long the queue takes for `ahead` requests at its pace of late, in words; nothing if it has none."""
+        pace = self._pace_ms()
+        return "" if pace is None else f"; at its pace of late that takes {pace * ahead:.0f} ms"
+
     def _retry_after_ms(self) -> int:
         """When the queue will have a place, if requests go on leaving it as they did lately."""
-        gone = [now for now in self._departures if now > time.monotonic() - DEPARTURE_SECONDS]
-        if len(gone) < 2:
-            return LONGEST_RETRY_MS
-        return min(LONGEST_RETRY_MS, max(1, round(1000 * (gone[-1] - gone[0]) / (len(gone) - 1))))
+        pace = self._pace_ms()
+        return LONGEST_RETRY_MS if pace is None else min(LONGEST_RETRY_MS, max(1, round(pace)))
+
+    def _pace_ms(self) -> float | None:
+        """Milliseconds between departures from the queue, lately; None when there were too few."""
+        gone = [now for now in list(self._departures) if now > time.monotonic() - DEPARTURE_SECONDS]
+        return 1000 * (gone[-1] - gone[0]) / (len(gone) - 1) if len(gone) > 1 else None
 
     def _fault(self, request: Request) -> str | None:
         tokens = len(request.prompt)

@@ -148,6 +148,18 @@ class Scheduler:
         """How many requests run and wait."""
         return len(self._running), len(self._waiting)
 
+    def describe(self) -> str:
+        """What everybody waits for, in words: for whoever finds that nothing moves. An instant's view of another
+        thread's state, which may be in motion."""
+        waits = [(one.request.id, self._hierarchy.waits(one.session)) for one in list(self._running)]
+        lines = [f"{request_id} waits {reason}" for request_id, reason in waits if reason]
+        head = self._waiting.head()
+        if head is not None:
+            request = head.request
+            shortage = self._hierarchy.shortage(len(request.prompt), request.max_length)
+            lines.append(f"{request.id} is next in the queue and waits {shortage}")
+        return "; ".join(lines) or "nobody waits for memory"
+
     def snapshot(self) -> Snapshot:
         """The state after the latest tick."""
         return self._snapshot
@@ -374,7 +386,8 @@ class Scheduler:
             self._drop(one, error, reason)
 
     def _give_up_failed(self) -> None:
-        """End the requests whose rows could not be moved."""
+        """End the requests whose rows could not be moved, or are not moved in time."""
+        self._hierarchy.give_up_copies(self._limits.transfer_timeout_seconds)
         for session, reason in self._hierarchy.take_failed():
             self._fail(next(running for running in self._running if running.session is session), reason)
 
@@ -386,7 +399,10 @@ class Scheduler:
             one = self._find(request_id)
             if one is None or _deadline_of(one) != deadline_ns:
                 continue  # it ended in time; its id may be another's by now
-            done = f"{one.sampler.generated} tokens made" if isinstance(one, Running) else "still waiting"
+            if isinstance(one, Running):
+                done = f"{one.sampler.generated} tokens made"
+            else:
+                done = f"still waiting, one of {len(self._waiting)}{self._intake.predicted_wait(len(self._waiting))}"
             detail = f"deadline_ms={one.request.deadline_ms} has passed: {done}"
             self._close(one, RequestError(ErrorCode.DEADLINE_EXCEEDED, request_id, detail), FinishReason.CANCELLED)
 

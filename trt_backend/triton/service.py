@@ -89,7 +89,7 @@ class Service:
             Streamer(self._tokenizer, self._release, self._ended, self._scheduler) for _ in range(STREAMERS)
         ]
         scheduler = self._scheduler
-        stall = StallWatch(lambda: scheduler.steps, lambda: scheduler.load, config.stall_seconds, on_failure)
+        stall = StallWatch(lambda: scheduler.steps, lambda: scheduler.load, config.stall_seconds, self._stalled)
         self._watch = Watch(
             {self._poll_cancelled: CANCEL_POLL_SECONDS, self._publish: METRICS_SECONDS, stall.look: STALL_POLL_SECONDS}
         )
@@ -170,6 +170,9 @@ class Service:
                 request_id = f"{client_id or 'request'}#{next(self._numbers)}"
             self._live[request_id] = _Live(client_id, sink)
             return request_id
+
+    def _stalled(self, message: str) -> None:
+        self._on_failure(f"{message}: {self._scheduler.describe()}")
 
     def _release(self, request_id: str) -> None:
         """A request's last response is about to go: whoever gets it may use the id again at once."""
