@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,8 @@ from trt_backend.build import Runtime, build_runtime, find_model
 from trt_backend.config import DeploymentConfig
 from trt_backend.engines.base import Engine, StepBatch, StepResult
 from trt_backend.kv.hierarchy import Hierarchy
+from trt_backend.memory.arena import RowStore
+from trt_backend.memory.cpu import CpuTransfers
 from trt_backend.request import Output, Request
 
 Int32 = npt.NDArray[np.int32]
@@ -61,6 +64,27 @@ class Recorder:
         return result
 
 
+POISON = 0x3F
+"""Fills freed pages: finite numbers near 1 in every row format, so that a row read by mistake changes tokens."""
+
+
+def poison_freed_pages(runtime: Runtime) -> None:
+    """Overwrite device and host pages the moment they are freed."""
+    hierarchy, transfers = runtime.hierarchy, runtime.hierarchy._movement._transfers
+    assert isinstance(transfers, CpuTransfers)
+
+    def poisoning(give: Callable[[Int32], None], store: RowStore) -> Callable[[Int32], None]:
+        def poison_and_give(pages: Int32) -> None:
+            for source in store.sources if len(pages) else ():
+                source.reshape(store.pages, -1)[pages] = POISON
+            give(pages)
+
+        return poison_and_give
+
+    hierarchy.pages.free = poisoning(hierarchy.pages.free, transfers.device)  # type: ignore[method-assign]
+    hierarchy.host.give = poisoning(hierarchy.host.give, transfers.pool)  # type: ignore[method-assign]
+
+
 def serve(
     config: DeploymentConfig,
     prompts: list[Int32],
@@ -75,6 +99,7 @@ def serve(
     answers = {len(prompt): Answer() for prompt in prompts}
     assert len(answers) == len(prompts), "prompts must differ in length"
     runtime = build_runtime(config)
+    poison_freed_pages(runtime)
     scheduler = runtime.scheduler
     scheduler._engine = recorder(scheduler._engine, runtime.hierarchy, answers)
     over = threading.Semaphore(0)
