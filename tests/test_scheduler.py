@@ -78,10 +78,13 @@ def build(
     chunk: int = 24,
     tuning: ResidencyTuning | None = None,
     transfer_timeout: float = 30.0,
+    host_pages: int | None = None,
 ) -> House:
     hot_tokens = 0 if residency is Residency.RESIDENT else 16
     layout = KvLayout((KvSource("only", 8),), (IndexGroup((0,), 16, 4),), page_tokens=8, hot_tokens=hot_tokens)
-    sizes = PoolSizes(slots, device_pages, host_pages=slots * 50, index_pages=slots * 50, chunk_tokens=chunk)
+    sizes = PoolSizes(
+        slots, device_pages, host_pages=host_pages or slots * 50, index_pages=slots * 50, chunk_tokens=chunk
+    )
     tables = SlotTables.empty(layout, slots, MAX_LEN)
     arenas, pool = RowStore(layout, sizes.device_pages), RowStore(layout, sizes.host_pages)
     transfers = CpuTransfers(arenas, pool)

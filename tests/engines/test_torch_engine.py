@@ -33,6 +33,7 @@ class LosesPages(Recorder):
         for slot, session in self._hierarchy.sessions.items():
             if session.prompt_tokens == LOSES_ITS_HISTORY and session.length > 128:
                 self.tables.ready_map[slot, :2] = -1
+                self.tables.host_map[slot, :2] = -1
         return super().step(batch)
 
 
@@ -59,7 +60,7 @@ def test_a_prompt_whose_pages_are_lost_fails_instead_of_reading_others() -> None
     answers, runtime = serve(config, [text[:LOSES_ITS_HISTORY], text[3000:3333]], NEW_TOKENS, recorder=LosesPages)
     failed, later = answers[LOSES_ITS_HISTORY], answers[333]
     assert failed.last is not None
-    assert "selected rows of prompts are not on the device" in str(failed.last.error)
+    assert "selected rows of prompts are nowhere" in str(failed.last.error)
     assert not failed.tokens
     assert len(later.tokens) == NEW_TOKENS
     assert runtime.scheduler.failure is None
