@@ -358,12 +358,12 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+TestLife.settings = settings(max_examples=2000, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.long
 class TestLongLife(Life.TestCase):
-    settings = settings(max_examples=20_000, stateful_step_count=120, deadline=None)
+    settings = settings(max_examples=20_000, stateful_step_count=60, deadline=None)
 
 
 def write(hierarchy: Hierarchy, session: Session, count: int) -> None:
