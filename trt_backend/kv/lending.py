@@ -17,7 +17,7 @@ from trt_backend.kv.transfers import Copy, Direction, PassedFence
 Int32 = npt.NDArray[np.int32]
 REFILL_QUANTUM = 8
 """Pages that one session gets before it is the next one's turn: copies of some pages are cheaper than of one."""
-SCAN_PAGES = 256
+SCAN_PAGES = 2048
 """Pages of a session that are looked at together for missing ones."""
 
 
