@@ -89,7 +89,7 @@ class DeploymentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field(default="glm53-tiny", description="shipped model, or checkpoint folder")
-    residency: Residency = Field(default=Residency.HISPARSE, description="where histories live")
+    residency: Residency = Field(default=Residency.ADAPTIVE, description="where histories live")
     row_format: RowFormat = Field(default=RowFormat.FP32, description="how a KV row is stored")
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16, description="positions in a page")
     hot_tokens: int | None = Field(default=None, ge=16, description="hot cache of a session, B, in tokens")
