@@ -65,7 +65,7 @@ class Books:
     def publish(self, slots: Int32, index: Int32) -> None:
         """Host copies are complete: from the next step on they may be read."""
         self.tables.host_map[slots, index] = self.reserved[slots, index]
-        self.tables.changed.update(np.unique(slots).tolist())
+        self.tables.changed[slots] = True
 
     def let_go(self, pages: Int32) -> None:
         """Pages that the tables no longer name are free once the steps that saw the old tables are done."""

@@ -67,8 +67,5 @@ def _check_session(hierarchy: Hierarchy, slot: int) -> None:
     assert columns.refilling[slot] == (states == PageState.REFILLING).sum() == hierarchy.lending._coming[slot].sum()
     assert columns.optional[slot] == len(optional) - columns.refilling[slot]
     assert columns.dirty[slot] == (states == PageState.READY).sum()
-    lent = np.array(hierarchy.sessions[slot].lent, dtype=np.int32)
-    loaned = np.sort(pages.index[optional[states != PageState.REFILLING]])
-    assert (np.sort(lent) == loaned).all(), "what is on loan is not what was lent"
     clean = on_device[pages.state[on_device] == PageState.CLEAN]
     assert (tables.host_map[slot, pages.index[clean]] >= 0).all(), "a clean page has no host copy"

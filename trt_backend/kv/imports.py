@@ -39,7 +39,7 @@ class Imports:
         last = min(layout.pages_for(session.length + count), session.prompt_tokens // layout.page_tokens)
         for index in range(first, last):
             tables.ready_map[session.slot, index] = session.window.pop()
-        tables.changed.add(session.slot)
+        tables.changed[session.slot] = True
 
     def complete(self, session: Session, first: int, end: int, step: Fence) -> None:
         """Pages of the prompt are complete. They are copied at once where they are to leave; else that can wait."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +20,7 @@ SCAN_PAGES = 2048
 
 
 class Lending:
-    """Keeps track of what sessions have on loan: `Session.lent` has the places of these pages."""
+    """What sessions have on loan are the pages that their ready maps name and the page table counts as optional."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -38,7 +36,6 @@ class Lending:
         index = np.flatnonzero(books.tables.ready_map[slot] >= 0).astype(np.int32)
         pages = books.tables.ready_map[slot, index]
         books.pages.move_each(pages, None, Use.OPTIONAL)
-        session.lent = index.tolist()
         books.columns.optional[slot] = len(pages)
         books.columns.dirty[slot] = int((books.pages.state[pages] == PageState.READY).sum())
         if not books.policy.lends:
@@ -52,13 +49,7 @@ class Lending:
         np.add.at(books.columns.optional, slots, 1)
         if state is PageState.READY:
             np.add.at(books.columns.dirty, slots, 1)
-        self._note_lent(slots, index)
         books.moved.promoted += len(pages)
-
-    def _note_lent(self, slots: Int32, index: Int32) -> None:
-        edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-        for first, end in pairwise(edges):
-            self._books.sessions[int(slots[first])].lent += index[first:end].tolist()
 
     # --- reclaim ---
 
@@ -92,15 +83,13 @@ class Lending:
             column[slots] = 0
 
     def _all_lent(self, slots: Int32) -> tuple[Int32, Int32]:
-        """Slots and places of all that some sessions have on loan; nothing is on loan afterwards."""
-        places: list[int] = []
-        counts = []
-        for slot in slots.tolist():
-            session = self._books.sessions[slot]
-            places += session.lent
-            counts.append(len(session.lent))
-            session.lent = []
-        return np.repeat(slots, counts), np.array(places, dtype=np.int32)
+        """Slots and places of all pages that some sessions have on loan, int32 [n] each."""
+        tables = self._books.tables
+        places = [np.flatnonzero(tables.ready_map[slot, : tables.tail_first[slot]] >= 0) for slot in slots.tolist()]
+        owners = np.repeat(slots, [len(index) for index in places])
+        index = np.concatenate(places).astype(np.int32)
+        lent = self._books.pages.use[tables.ready_map[owners, index]] == Use.OPTIONAL
+        return owners[lent], index[lent]
 
     def _cancel_refills(self, slots: Int32) -> None:
         books = self._books
@@ -161,8 +150,10 @@ class Lending:
         found: Int32 = np.empty(0, dtype=np.int32)
         for first in range(start, end, SCAN_PAGES):
             last = min(first + SCAN_PAGES, end)
-            absent = np.flatnonzero((ready[first:last] < 0) & ~coming[first:last]).astype(np.int32) + first
-            found = np.concatenate([found, absent])[:count]
+            absent = ready[first:last] < 0
+            absent &= ~coming[first:last]
+            places = absent.nonzero()[0][: count - len(found)].astype(np.int32) + first
+            found = np.concatenate([found, places]) if len(found) else places
             if len(found) == count:
                 break
         self._books.columns.refill_from[slot] = found[-1] + 1 if len(found) else end
@@ -178,11 +169,10 @@ class Lending:
             return
         books.pages.move(pages, PageState.CLEAN, Use.OPTIONAL)
         books.tables.ready_map[slots, index] = pages
-        books.tables.changed.update(np.unique(slots).tolist())
+        books.tables.changed[slots] = True
         self._coming[slots, index] = False
         np.add.at(books.columns.optional, slots, 1)
         np.subtract.at(books.columns.refilling, slots, 1)
-        self._note_lent(slots, index)
         books.moved.refilled += len(pages)
 
     def refill_failed(self, copy: Copy) -> None:
@@ -208,7 +198,7 @@ class Lending:
         if len(dirty_ones) == 0:
             return
         slot = int(dirty_ones[0])
-        index = np.array(books.sessions[slot].lent, dtype=np.int32)
+        _, index = self._all_lent(np.array([slot], dtype=np.int32))
         pages = books.tables.ready_map[slot, index]
         dirty = np.flatnonzero(books.pages.state[pages] == PageState.READY)[:count]
         books.columns.dirty[slot] -= len(dirty)
@@ -218,4 +208,3 @@ class Lending:
     def forget(self, session: Session) -> None:
         """A session has ended: nothing comes to it any more."""
         self._cancel_refills(np.array([session.slot], dtype=np.int32))
-        session.lent = []

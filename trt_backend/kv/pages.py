@@ -94,6 +94,9 @@ class PageTable:
             raise ValueError(f"pages {pages.tolist()} are not all {before.name} and {used.name}")
         if state != before and state not in NEXT_STATES[before]:
             raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {state.name}")
+        self._set(pages, state, used, use)
+
+    def _set(self, pages: Int32, state: PageState, used: Use, use: Use) -> None:
         self.state[pages] = state
         self.use[pages] = use
         if state == PageState.RELEASING:
@@ -103,10 +106,14 @@ class PageTable:
     def move_each(self, pages: Int32, state: PageState | None, use: Use | None) -> None:
         """`move` for pages of different states and uses; None leaves a page's own."""
         kinds = self.state[pages] * np.uint8(len(Use)) + self.use[pages]
-        for kind in np.flatnonzero(np.bincount(kinds)).tolist():
-            own_state, own_use = PageState(kind // len(Use)), Use(kind % len(Use))
-            same = pages[kinds == kind]
-            self.move(same, own_state if state is None else state, own_use if use is None else use)
+        present = np.flatnonzero(np.bincount(kinds)).tolist()
+        for kind in present:
+            before, used = PageState(kind // len(Use)), Use(kind % len(Use))
+            after = before if state is None else state
+            if after != before and after not in NEXT_STATES[before]:
+                raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {after.name}")
+            same = pages if len(present) == 1 else pages[kinds == kind]
+            self._set(same, after, used, used if use is None else use)
 
     def free(self, pages: Int32) -> None:
         """Give RELEASING pages back, once nothing reads them any more."""

@@ -57,7 +57,7 @@ class SessionColumns:
 class Session:
     """One admitted request. Its device pages stand in the page table and the slot tables, under `slot`.
 
-    `window` are the pages that a windowed import has not filled yet; `lent` are the places of its optional pages.
+    `window` are the pages that a windowed import has not filled yet.
     """
 
     slot: int
@@ -68,7 +68,6 @@ class Session:
     index_pages: Int32
     columns: SessionColumns
     window: list[int] = field(default_factory=list)
-    lent: list[int] = field(default_factory=list)
 
     @property
     def length(self) -> int:

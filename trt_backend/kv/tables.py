@@ -17,7 +17,7 @@ class SlotTables:
     """Device tables in their host form, one line a slot; −1 means "none" everywhere. All int32.
 
     The scheduler thread writes them between steps, an engine reads them during a step (and, where the device has
-    its own memory, uploads the lines in `changed`).
+    its own memory, uploads the lines that `changed`, bool [slots], names).
 
     | table | shape | value |
     |---|---|---|
@@ -35,7 +35,7 @@ class SlotTables:
     tail_pages: Int32
     hot_pages: Int32
     index_map: Int32
-    changed: set[int]
+    changed: npt.NDArray[np.bool_]
 
     @classmethod
     def empty(cls, layout: KvLayout, slots: int, max_tokens: int) -> SlotTables:
@@ -52,14 +52,14 @@ class SlotTables:
             tail_pages=table(slots, TAIL_PAGES),
             hot_pages=table(slots, layout.hot_pages),
             index_map=table(slots, pages),
-            changed=set(),
+            changed=np.zeros(slots, dtype=np.bool_),
         )
 
     def clear(self, slot: int) -> None:
         """Forget everything about a slot, before it has a new owner."""
         for table in (self.ready_map, self.host_map, self.tail_first, self.tail_pages, self.hot_pages, self.index_map):
             table[slot] = -1
-        self.changed.add(slot)
+        self.changed[slot] = True
 
 
 @dataclass(frozen=True, slots=True)

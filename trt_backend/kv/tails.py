@@ -14,8 +14,6 @@ from trt_backend.kv.tables import Recycled
 from trt_backend.kv.transfers import Fence
 
 Int32 = npt.NDArray[np.int32]
-SealedPage = tuple[int, int, int]
-"""Slot, place in the session, device page."""
 
 
 class Tails:
@@ -40,26 +38,28 @@ class Tails:
         books.back_up(slots[leaving], index[leaving], pages[leaving], Use.REQUIRED, step)
 
     def shorten(self, slots: Int32) -> None:
-        """Pages whose copies have landed leave their tails, oldest first, or stay where there is room by now."""
+        """Pages whose copies have landed leave their tails, oldest first, or stay where there is room by now.
+
+        Slots are distinct. One page of each tail at a time: there is rarely a second.
+        """
         books, tables = self._books, self._books.tables
-        spare = self._spare()
-        kept: list[SealedPage] = []
-        again: list[SealedPage] = []
-        gone: list[SealedPage] = []
-        for slot in slots.tolist():
-            last = books.layout.pages_for(int(books.columns.limit[slot]))
-            while (index := int(tables.tail_first[slot])) < last and tables.host_map[slot, index] >= 0:
-                leaving = (slot, index, int(tables.tail_pages[slot, index % TAIL_PAGES]))
-                tables.tail_first[slot] = index + 1
-                if len(kept) < spare:
-                    kept.append(leaving)
-                elif index + TAIL_PAGES < last:
-                    again.append(leaving)
-                else:
-                    gone.append(leaving)
-        self._keep(*_columns(kept), PageState.CLEAN)
-        self._fill_again(again)
-        self._drop(gone)
+        while True:
+            index = tables.tail_first[slots]
+            last = -(-books.columns.limit[slots] // books.layout.page_tokens)
+            landed = (index < last) & (tables.host_map[slots, np.minimum(index, last - 1)] >= 0)
+            slots, index, last = slots[landed], index[landed], last[landed]
+            if len(slots) == 0:
+                return
+            pages = tables.tail_pages[slots, index % TAIL_PAGES]
+            tables.tail_first[slots] += 1
+            spare = self._spare()
+            self._keep(slots[:spare], index[:spare], pages[:spare], PageState.CLEAN)
+            again = index + TAIL_PAGES < last
+            again[:spare] = False
+            self._fill_again(slots[again], index[again], pages[again])
+            gone = ~again
+            gone[:spare] = False
+            self._drop(slots[gone], index[gone], pages[gone])
 
     def _spare(self) -> int:
         """How many sealed pages may stay: each costs a free page that takes its place in the tail."""
@@ -72,7 +72,7 @@ class Tails:
             return
         books, tables = self._books, self._books.tables
         tables.tail_pages[slots, index % TAIL_PAGES] = -1
-        tables.changed.update(slots.tolist())
+        tables.changed[slots] = True
         self._lending.keep(slots, index, pages, state)
         again = index + TAIL_PAGES < -(-books.columns.limit[slots] // books.layout.page_tokens)
         slots, index = slots[again], index[again] + TAIL_PAGES
@@ -81,27 +81,21 @@ class Tails:
             books.pages.assign(fresh, slots, index)
             tables.tail_pages[slots, index % TAIL_PAGES] = fresh
 
-    def _fill_again(self, again: list[SealedPage]) -> None:
-        if not again:
-            return
-        books = self._books
-        slots, index, pages = _columns(again)
-        books.pages.move_each(pages, PageState.FILLING, Use.REQUIRED)
-        self._recycled.extend(Recycled(*page) for page in again)
+    def _fill_again(self, slots: Int32, index: Int32, pages: Int32) -> None:
+        self._books.pages.move_each(pages, PageState.FILLING, Use.REQUIRED)
+        self._recycled.extend(map(Recycled, slots.tolist(), index.tolist(), pages.tolist()))
         self._left(slots, index)
 
-    def _drop(self, gone: list[SealedPage]) -> None:
-        if not gone:
-            return
-        slots, index, pages = _columns(gone)
+    def _drop(self, slots: Int32, index: Int32, pages: Int32) -> None:
         self._books.tables.tail_pages[slots, index % TAIL_PAGES] = -1
         self._books.let_go(pages)
         self._left(slots, index)
 
     def _left(self, slots: Int32, index: Int32) -> None:
+        """Pages are on the host alone from now on. Slots are distinct."""
         books = self._books
-        np.minimum.at(books.columns.refill_from, slots, index)
-        books.tables.changed.update(slots.tolist())
+        books.columns.refill_from[slots] = np.minimum(books.columns.refill_from[slots], index)
+        books.tables.changed[slots] = True
         books.moved.recycled += len(slots)
 
     def take_recycled(self) -> list[Recycled]:
@@ -112,8 +106,3 @@ class Tails:
     def forget(self, slot: int) -> None:
         """A session has ended: its pages need not be told of."""
         self._recycled = [one for one in self._recycled if one.slot != slot]
-
-
-def _columns(pages: list[SealedPage]) -> tuple[Int32, Int32, Int32]:
-    slots, index, device = np.array(pages, dtype=np.int32).reshape(-1, 3).T.copy()
-    return slots, index, device
