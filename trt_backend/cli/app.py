@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from trt_backend.cli.options import errors, readable_errors, takes_settings
-from trt_backend.config import RowFormat
+from trt_backend.config import LOOPBACK, RowFormat, ServerConfig
 from trt_backend.settings import Settings
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 
+DEFAULT_METRICS_URL = f"http://{LOOPBACK}:{ServerConfig().metrics_port}/metrics"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -90,6 +91,20 @@ def layout(
         from trt_backend.cli.layout import print_layout
 
         print_layout(model, row_format, page_tokens, hot_tokens, contexts, as_json, console)
+
+
+@app.command()
+def top(
+    metrics_url: Annotated[str, typer.Option(help="Metrics port of a running server.")] = DEFAULT_METRICS_URL,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between frames.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a running server: memory, sessions, where rows are found, transfers, speed and latencies."""
+    with readable_errors():
+        from trt_backend.cli.top import run_top
+
+        run_top(metrics_url, interval, once, as_json, console)
 
 
 @app.command()
