@@ -188,6 +188,7 @@ class Scheduler:
         step = plan_step(self._running, self._hierarchy, self._limits.prefill_chunk_tokens)
         if step is not None:
             self._take_step(step)
+            time.sleep(0)  # lets the threads that send go first; a real engine's steps do so anyway
         if step is None or time.monotonic() - self._observed_at > OBSERVE_SECONDS:
             self._snapshot = self._observe()
         self._receive(self._patience(idle=step is None))
