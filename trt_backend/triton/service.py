@@ -29,8 +29,8 @@ CANCEL_POLL_SECONDS = 0.05
 METRICS_SECONDS = 0.5
 STALL_POLL_SECONDS = 1.0
 STREAMERS = 16
-"""Threads that send responses, each request on one of them. A send waits for the server process most of its time: with 64
-streams, four threads sent about twice as much as one, and sixteen more than four."""
+"""Threads that send responses, each request on one of them. A send waits for the server process most of its time:
+with 64 streams, four threads sent about twice as much as one, and sixteen more than four."""
 
 Build = Callable[[DeploymentConfig, Callable[[str], None]], Runtime]
 
