@@ -51,6 +51,7 @@ REFUSED_BY_TRITON: list[tuple[Any, str]] = [
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(server: ServeCommand) -> Iterator[None]:
     """Pages, slots, threads and shared memory are back to where they were, and the server lives."""
+    ask(server, max_tokens=2)  # the first request ever starts the engine's own threads
     before = holdings(server)
     yield
     wait_until(lambda: is_idle(server), seconds=30.0)
@@ -126,15 +127,30 @@ def test_a_hundred_huge_prompts_at_once_are_refused(server: ServeCommand) -> Non
         assert all("a prompt of 400000 bytes has at least" in str(error) for error in errors)
 
 
-def test_a_stream_may_be_cancelled_before_its_first_token_and_between_any_two(server: ServeCommand) -> None:
+def test_a_stream_may_be_cancelled_before_its_first_token(server: ServeCommand) -> None:
+    """With every session taken it waits, so there can be no token yet when it is cancelled."""
     before = counted(server, "cancelled")
-    for responses in range(12):
+    inputs = make_inputs(LONG_PROMPT, max_tokens=900, stream=True)
+    taken = [Stream(server.grpc_port, MODEL, inputs, "taken") for _ in range(4)]
+    assert all(stream.next(Answer()) for stream in taken)
+    stream = Stream(server.grpc_port, MODEL, inputs, "waiting")
+    wait_until(lambda: server.metrics()['dhs_sessions{state="waiting"}'] == 1)
+    stream.close(cancel=True)
+    wait_until(lambda: counted(server, "cancelled") == before + 1)
+    for stream in taken:
+        stream.close(cancel=True)
+    wait_until(lambda: counted(server, "cancelled") == before + 5)
+
+
+def test_a_stream_may_be_cancelled_between_any_two_tokens(server: ServeCommand) -> None:
+    before = counted(server, "cancelled")
+    for responses in range(1, 12):
         stream = Stream(server.grpc_port, MODEL, make_inputs(LONG_PROMPT, max_tokens=900, stream=True), "c")
         answer = Answer()
         for _ in range(responses):
             assert stream.next(answer)
         stream.close(cancel=True)
-    wait_until(lambda: counted(server, "cancelled") == before + 12, seconds=60.0)
+    wait_until(lambda: counted(server, "cancelled") == before + 11, seconds=60.0)
 
 
 @pytest.mark.usefixtures("neighbour")
