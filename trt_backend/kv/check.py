@@ -65,7 +65,7 @@ def _check_session(hierarchy: Hierarchy, slot: int) -> None:
     optional = owned[pages.use[owned] == Use.OPTIONAL]
     states = pages.state[optional]
     assert columns.refilling[slot] == (states == PageState.REFILLING).sum() == hierarchy.lending._coming[slot].sum()
-    assert columns.optional[slot] == len(optional) - columns.refilling[slot]
+    assert columns.optional[slot] == len(optional) - columns.refilling[slot] == hierarchy.lending._lent[slot].sum()
     assert columns.dirty[slot] == (states == PageState.READY).sum()
     clean = on_device[pages.state[on_device] == PageState.CLEAN]
     assert (tables.host_map[slot, pages.index[clean]] >= 0).all(), "a clean page has no host copy"

@@ -204,25 +204,36 @@ class Hierarchy:
         if (counts > rooms).any():
             i = int(np.argmax(counts > rooms))
             raise ValueError(f"{counts[i]} positions of slot {slots[i]} don't fit: there is room for {rooms[i]}")
-        tables, page_tokens = self.tables, self.layout.page_tokens
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            if self.columns.importing[slot] and self.sessions[slot].need.windowed:
-                self._imports.open_window(self.sessions[slot], count)
-        owner = np.repeat(slots, counts)
-        start = np.cumsum(counts) - counts
-        positions = np.arange(len(owner), dtype=np.int32) + np.repeat(self.columns.length[slots] - start, counts)
-        index = positions // page_tokens
-        offset = positions - index * page_tokens  # a third of the time that np.divmod takes
-        in_tail = index >= tables.tail_first[owner]
-        pages = tables.tail_pages[owner, index - index // TAIL_PAGES * TAIL_PAGES]
-        if not in_tail.all():
-            pages = np.where(in_tail, pages, tables.ready_map[owner, index])
+        for i in np.flatnonzero(self.columns.importing[slots]).tolist():
+            session = self.sessions[int(slots[i])]
+            if session.need.windowed:
+                self._imports.open_window(session, int(counts[i]))
+        # Page by page first: positions are many, and few of a session's are in more than one page.
+        page_tokens = self.layout.page_tokens
+        start = self.columns.length[slots]
+        end = start + counts
+        first = start // page_tokens
+        spanned = (end - 1) // page_tokens - first + 1
+        owner, index = np.repeat(slots, spanned), _ramps(first, spanned)
+        page_start = index * page_tokens
+        lengths = np.minimum(np.repeat(end, spanned), page_start + page_tokens)
+        lengths -= np.maximum(np.repeat(start, spanned), page_start)
+        positions = _ramps(start, counts)
+        to_rows = self._pages_of(owner, index) * page_tokens - page_start
+        to_index_rows = self.tables.index_map[owner, index] * page_tokens - page_start
         return Placement(
-            slots=owner,
-            positions=positions.astype(np.int32),
-            rows=(pages * page_tokens + offset).astype(np.int32),
-            index_rows=(tables.index_map[owner, index] * page_tokens + offset).astype(np.int32),
+            slots=np.repeat(slots, counts),
+            positions=positions,
+            rows=positions + np.repeat(to_rows, lengths),
+            index_rows=positions + np.repeat(to_index_rows, lengths),
         )
+
+    def _pages_of(self, owner: Int32, index: Int32) -> Int32:
+        """Device pages, int32 [n], that pages `index` of the slots `owner` are written to."""
+        tables = self.tables
+        in_tail = index >= tables.tail_first[owner]
+        pages: Int32 = tables.tail_pages[owner, index % TAIL_PAGES]
+        return pages if in_tail.all() else np.where(in_tail, pages, tables.ready_map[owner, index])
 
     def wrote(self, slots: Int32, counts: Int32, step: Fence) -> None:
         """The step behind `step` writes what was placed: seal the pages that it completes."""
@@ -241,9 +252,7 @@ class Hierarchy:
                 self._imports.finish(session)
         sealed = after - history
         if sealed.any():
-            start = np.cumsum(sealed) - sealed
-            index = np.arange(sealed.sum(), dtype=np.int32) + np.repeat(history - start, sealed)
-            self._tails.seal(np.repeat(slots, sealed), index.astype(np.int32), step)
+            self._tails.seal(np.repeat(slots, sealed), _ramps(history, sealed), step)
 
     def note_hits(self, slots: Int32, hits: npt.NDArray[np.int64]) -> None:
         """Count what a step's resolves found directly for the sessions in `slots`; see `reclaim.note_hits`."""
@@ -404,3 +413,10 @@ class Hierarchy:
         short = [f"{what}: {need} needed, {free} of {size} free" for what, need, free, size in pools if need > free]
         coming = self.pages.budget.counts[Use.IN_TRANSIT]
         return f"for {', '.join(short) or 'its turn'}; {coming} device pages are on their way back"
+
+
+def _ramps(first: Int32, counts: Int32) -> Int32:
+    """first[0], first[0] + 1, … (counts[0] of them), first[1], first[1] + 1, …; int32."""
+    before = counts.cumsum(dtype=np.int32) - counts
+    ramps: Int32 = np.arange(counts.sum(), dtype=np.int32) + np.repeat(first - before, counts)
+    return ramps

@@ -9,14 +9,16 @@ from trt_backend.kv.books import Books
 from trt_backend.kv.budget import Use
 from trt_backend.kv.pages import PageState
 from trt_backend.kv.reclaim import reclaim_order
-from trt_backend.kv.session import Session
+from trt_backend.kv.session import Session, tally
 from trt_backend.kv.transfers import Copy, Direction, PassedFence
 
 Int32 = npt.NDArray[np.int32]
 REFILL_QUANTUM = 8
 """Pages that one session gets before it is the next one's turn: copies of some pages are cheaper than of one."""
-SCAN_PAGES = 2048
-"""Pages of a session that are looked at together for missing ones."""
+SCAN_PAGES = 256
+"""Pages of a session that are looked at in its turn for missing ones."""
+BLOCK_PAGES = 64
+"""Pages on loan are counted by so many places: whoever looks for them goes through the blocks that have any."""
 
 
 class Lending:
@@ -26,6 +28,9 @@ class Lending:
         self._books = books
         self._coming = np.zeros(books.reserved.shape, dtype=np.bool_)
         """Pages that a refill is on its way to, by slot and place."""
+        slots, places = books.reserved.shape
+        self._lent = np.zeros((slots, -(-places // BLOCK_PAGES)), dtype=np.int32)
+        """Pages on loan, by slot and block of places. Added up, a slot's are its `optional` column."""
         self._turn = 0
 
     # --- lending ---
@@ -36,7 +41,7 @@ class Lending:
         index = np.flatnonzero(books.tables.ready_map[slot] >= 0).astype(np.int32)
         pages = books.tables.ready_map[slot, index]
         books.pages.move_each(pages, None, Use.OPTIONAL)
-        books.columns.optional[slot] = len(pages)
+        self._count(np.full(len(pages), slot, dtype=np.int32), index)
         books.columns.dirty[slot] = int((books.pages.state[pages] == PageState.READY).sum())
         if not books.policy.lends:
             self.take_back(np.array([slot], dtype=np.int32))
@@ -46,10 +51,16 @@ class Lending:
         books = self._books
         books.pages.move_each(pages, state, Use.OPTIONAL)
         books.tables.ready_map[slots, index] = pages
-        np.add.at(books.columns.optional, slots, 1)
+        self._count(slots, index)
         if state is PageState.READY:
-            np.add.at(books.columns.dirty, slots, 1)
+            tally(books.columns.dirty, slots)
         books.moved.promoted += len(pages)
+
+    def _count(self, slots: Int32, index: Int32) -> None:
+        """Pages at these places of sessions are on loan from now on."""
+        tally(self._books.columns.optional, slots)
+        # Far more places than pages: counting all of them again would take longer.
+        np.add.at(self._lent.reshape(-1), slots.astype(np.intp) * self._lent.shape[1] + index // BLOCK_PAGES, 1)
 
     # --- reclaim ---
 
@@ -79,17 +90,21 @@ class Lending:
         books.pages.move(pages[moving], PageState.BACKING_UP, Use.IN_TRANSIT)
         books.back_up(owners[dirty], index[dirty], pages[dirty], Use.IN_TRANSIT, books.latest_step)
         self._cancel_refills(slots)
-        for column in (columns.optional, columns.dirty, columns.refill_from):
+        for column in (columns.optional, columns.dirty, columns.refill_from, self._lent):
             column[slots] = 0
 
     def _all_lent(self, slots: Int32) -> tuple[Int32, Int32]:
         """Slots and places of all pages that some sessions have on loan, int32 [n] each."""
-        tables = self._books.tables
-        places = [np.flatnonzero(tables.ready_map[slot, : tables.tail_first[slot]] >= 0) for slot in slots.tolist()]
-        owners = np.repeat(slots, [len(index) for index in places])
-        index = np.concatenate(places).astype(np.int32)
-        lent = self._books.pages.use[tables.ready_map[owners, index]] == Use.OPTIONAL
-        return owners[lent], index[lent]
+        ready_map = self._books.tables.ready_map
+        width = ready_map.shape[1]
+        line, block = self._lent[slots].nonzero()
+        index = (block * BLOCK_PAGES)[:, np.newaxis] + np.arange(BLOCK_PAGES)
+        places = index + (slots[line].astype(np.int64) * width)[:, np.newaxis]
+        pages = ready_map.reshape(-1).take(places, mode="clip")
+        present = (pages >= 0) & (index < width)
+        owners = np.repeat(slots[line], np.count_nonzero(present, axis=1))
+        lent = self._books.pages.use[pages[present]] == Use.OPTIONAL
+        return owners[lent], index[present][lent].astype(np.int32)
 
     def _cancel_refills(self, slots: Int32) -> None:
         books = self._books
@@ -113,27 +128,22 @@ class Lending:
         ends = self._refill_ends()
         missing = ends - columns.optional - columns.refilling
         wanting = np.flatnonzero(columns.active & ~columns.importing & ~columns.no_refill & (missing > 0))
-        in_turn = np.concatenate([wanting[wanting >= self._turn], wanting[wanting < self._turn]])
-        slots, places = [], []
-        for slot in in_turn.tolist():
-            if left <= 0:
-                break
-            index = self._missing_pages(slot, int(ends[slot]), min(left, REFILL_QUANTUM))
-            slots.append(np.full(len(index), slot, dtype=np.int32))
-            places.append(index)
-            left -= len(index)
-            self._turn = slot + 1
-        if places:
-            self._start(np.concatenate(slots), np.concatenate(places))
+        turn = int(wanting.searchsorted(self._turn))
+        # Some need less than a quantum, so twice as many are looked at as would do.
+        in_turn = np.concatenate([wanting[turn:], wanting[:turn]])[: 2 * -(-left // REFILL_QUANTUM)].astype(np.int32)
+        slots, index = self._missing_pages(in_turn, ends[in_turn], left)
+        if len(slots):
+            self._turn = int(slots[-1]) + 1
+            self._start(slots, index)
+        elif len(in_turn):  # what seems to be missing is still being copied away
+            self._turn = int(in_turn[-1]) + 1
 
     def _start(self, slots: Int32, index: Int32) -> None:
-        if len(slots) == 0:  # what seemed to be missing is still being copied away
-            return
         books = self._books
         pages = books.pages.take(len(index), int(slots[0]), PageState.REFILLING, Use.OPTIONAL)
         books.pages.assign(pages, slots, index)
         self._coming[slots, index] = True
-        np.add.at(books.columns.refilling, slots, 1)
+        tally(books.columns.refilling, slots)
         books.movement.refill(slots, index, pages, books.reserved[slots, index], PassedFence())
 
     def _refill_ends(self) -> Int32:
@@ -143,21 +153,24 @@ class Lending:
             return tail_first
         return np.minimum(tail_first, self._books.columns.prompt // self._books.layout.page_tokens)
 
-    def _missing_pages(self, slot: int, end: int, count: int) -> Int32:
-        """The first pages of a session that are on the host alone, at most `count`."""
-        ready, coming = self._books.tables.ready_map[slot], self._coming[slot]
-        start = int(self._books.columns.refill_from[slot])
-        found: Int32 = np.empty(0, dtype=np.int32)
-        for first in range(start, end, SCAN_PAGES):
-            last = min(first + SCAN_PAGES, end)
-            absent = ready[first:last] < 0
-            absent &= ~coming[first:last]
-            places = absent.nonzero()[0][: count - len(found)].astype(np.int32) + first
-            found = np.concatenate([found, places]) if len(found) else places
-            if len(found) == count:
-                break
-        self._books.columns.refill_from[slot] = found[-1] + 1 if len(found) else end
-        return found
+    def _missing_pages(self, slots: Int32, ends: Int32, count: int) -> tuple[Int32, Int32]:
+        """The next pages of some sessions that are on the host alone, a quantum each and `count` in all at most: slots
+        and places, int32 [n] each."""
+        tables, columns = self._books.tables, self._books.columns
+        first, last = columns.refill_from[slots], tables.ready_map.shape[1] - 1
+        index = first[:, np.newaxis] + np.arange(SCAN_PAGES, dtype=np.int32)
+        places = slots[:, np.newaxis], np.minimum(index, last)
+        absent = (tables.ready_map[places] < 0) & ~self._coming[places] & (index < ends[:, np.newaxis])
+        wanted = absent & (absent.cumsum(axis=1) <= REFILL_QUANTUM)
+        line, offset = (found[:count].astype(np.int32) for found in wanted.nonzero())
+        seen = np.minimum(first + SCAN_PAGES, ends)
+        # Who has more than it gets now goes on behind that: the latest of its places is written last.
+        more = absent.sum(axis=1) > np.bincount(line, minlength=len(slots))
+        seen[more] = first[more]
+        going_on = more[line]
+        seen[line[going_on]] = (first[line] + offset + 1)[going_on]
+        columns.refill_from[slots] = seen
+        return slots[line], first[line] + offset
 
     def refilled(self, copy: Copy) -> None:
         """Pages are back on the device, unless they have been taken meanwhile."""
@@ -171,8 +184,8 @@ class Lending:
         books.tables.ready_map[slots, index] = pages
         books.tables.changed[slots] = True
         self._coming[slots, index] = False
-        np.add.at(books.columns.optional, slots, 1)
-        np.subtract.at(books.columns.refilling, slots, 1)
+        self._count(slots, index)
+        tally(books.columns.refilling, slots, -1)
         books.moved.refilled += len(pages)
 
     def refill_failed(self, copy: Copy) -> None:
@@ -181,7 +194,7 @@ class Lending:
         kept = books.pages.use[copy.device_pages] == Use.OPTIONAL
         slots = copy.slots[kept]
         self._coming[slots, copy.index[kept]] = False
-        np.subtract.at(books.columns.refilling, slots, 1)
+        tally(books.columns.refilling, slots, -1)
         books.columns.no_refill[slots] = True
         books.let_go(copy.device_pages)
 
@@ -206,5 +219,6 @@ class Lending:
         books.back_up(slots, index[dirty], pages[dirty], Use.OPTIONAL, books.latest_step)
 
     def forget(self, session: Session) -> None:
-        """A session has ended: nothing comes to it any more."""
+        """A session has ended: nothing comes to it any more, and it has nothing on loan."""
+        self._lent[session.slot] = 0
         self._cancel_refills(np.array([session.slot], dtype=np.int32))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trt_backend.kv.session import SessionColumns
+from trt_backend.kv.session import SessionColumns, tally
 from trt_backend.kv.transfers import Copy, Direction, Fence, Release, Transfers
 
 Int32 = npt.NDArray[np.int32]
@@ -63,7 +63,7 @@ class Movement:
                 done, error = True, f"{type(fault).__name__}: {fault}"
             if done:
                 over.append(Settled(copy, error))
-                np.subtract.at(self._columns.copies, copy.slots, 1)
+                tally(self._columns.copies, copy.slots, -1)
             else:
                 under_way.append(copy)
         self.copies = under_way
@@ -79,5 +79,5 @@ class Movement:
         return over
 
     def _note(self, copy: Copy) -> None:
-        np.add.at(self._columns.copies, copy.slots, 1)
+        tally(self._columns.copies, copy.slots)
         self.copies.append(copy)

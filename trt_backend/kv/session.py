@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,11 @@ class SessionColumns:
             column[slot] = 0
         self.active[slot] = self.importing[slot] = True
         self.prompt[slot], self.limit[slot], self.serial[slot] = prompt_tokens, max_length, serial
+
+
+def tally(column: Int32, at: npt.NDArray[np.integer[Any]], sign: int = 1) -> None:
+    """Add `sign` to `column`, int32 [n], once for each time that a place is named in `at`."""
+    column += np.bincount(at, minlength=len(column)).astype(np.int32) * np.int32(sign)
 
 
 @dataclass(slots=True, eq=False)
