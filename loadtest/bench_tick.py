@@ -1,7 +1,8 @@
 """How long a tick of the control plane takes: fences, admission, reclaim, refill, seals, tables; no model, no bytes.
 
 `python -m loadtest.bench_tick`: sessions of 500K tokens, each writing 4 tokens a tick (a block of a drafter), 64 pages
-refilled a tick, a request arriving and one leaving every tenth tick. Copies land after a few ticks.
+refilled a tick, a request arriving and one leaving every tenth tick. A prompt comes in within a few ticks, as from a
+prefill instance. Copies land after a few ticks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PAGE_TOKENS = 64
 HOT_TOKENS = 4096
 TOKENS_A_TICK = 4
 REFILLS_A_TICK = 64
+PROMPT_TOKENS_A_TICK = 64 * 1024
+"""Twice what arrives, so that prompts don't pile up."""
 TICKS_A_REQUEST = 10
 LANDING_TICKS = 3
 """Ticks until a copy has landed."""
@@ -103,23 +106,36 @@ class World:
         self.hierarchy = Hierarchy(layout, POLICIES[Residency.ADAPTIVE], tables, self.transfers, sizes, tuning)
         self.rng = np.random.default_rng(0)
         self.live: list[Session] = []
-        while len(self.live) < self.sessions:
-            self._arrive()
+        while len(self.live) < self.sessions or self.hierarchy.columns.importing.any():
+            if len(self.live) < self.sessions and not self.hierarchy.columns.importing.any():
+                self._arrive()
+            self._write()
             self._pass_time()
 
-    def _arrive(self) -> bool:
-        """A request with half of its tokens in the prompt, the rest some way into its answer."""
+    def _arrive(self) -> None:
+        """A request with half of its tokens or more in the prompt, if there is room for it by now."""
         prompt = int(self.rng.integers(TOKENS // 2, TOKENS * 3 // 4))
         self.hierarchy.contend(True)
         session = self.hierarchy.admit(prompt, TOKENS)
-        if session is None:
-            return False
-        self.hierarchy.contend(False)
-        self.live.append(session)
-        slots = np.array([session.slot], dtype=np.int32)
-        counts = np.array([prompt], dtype=np.int32)
-        self.hierarchy.wrote(slots, counts, PassedFence())  # the import is over at once; its steps are not a tick's
-        return True
+        if session is not None:
+            self.hierarchy.contend(False)
+            self.live.append(session)
+
+    def _write(self) -> None:
+        """Some tokens of every answer, and whole pages of prompts in order of admission: a prefill instance's pages
+        need no places for single rows."""
+        slots = np.array([session.slot for session in self.live], dtype=np.int32)
+        rooms = self.hierarchy.rooms(slots)
+        importing = self.hierarchy.columns.importing[slots]
+        decoding = slots[(rooms >= TOKENS_A_TICK) & ~importing]
+        prompt_rooms = rooms[importing]
+        before = prompt_rooms.cumsum() - prompt_rooms
+        chunks = np.minimum(prompt_rooms, np.maximum(0, PROMPT_TOKENS_A_TICK - before))
+        writing = np.concatenate([decoding, slots[importing][chunks > 0]])
+        counts = np.concatenate([np.full(len(decoding), TOKENS_A_TICK), chunks[chunks > 0]]).astype(np.int32)
+        self.hierarchy.place(decoding, counts[: len(decoding)])
+        self.hierarchy.take_recycled()
+        self.hierarchy.wrote(writing, counts, PassedFence())
 
     def _pass_time(self) -> None:
         self.clock.tick += 1
@@ -130,21 +146,15 @@ class World:
         second says what the tick costs."""
         self.clock.tick += 1
         leaves = self.clock.tick % TICKS_A_REQUEST == 0
-        started = time.perf_counter(), time.thread_time()
+        processor, clock = time.thread_time(), time.perf_counter()
         if leaves:
             self.hierarchy.end(self.live.pop(int(self.rng.integers(len(self.live)))))
         self.hierarchy.poll()
         if len(self.live) < self.sessions:
             self._arrive()
         self.hierarchy.tend()
-        slots = np.array([session.slot for session in self.live], dtype=np.int32)
-        rooms = self.hierarchy.rooms(slots)
-        writing = slots[rooms >= TOKENS_A_TICK]
-        counts = np.full(len(writing), TOKENS_A_TICK, dtype=np.int32)
-        self.hierarchy.place(writing, counts)
-        self.hierarchy.take_recycled()
-        self.hierarchy.wrote(writing, counts, PassedFence())
-        return time.perf_counter() - started[0], time.thread_time() - started[1]
+        self._write()
+        return time.perf_counter() - clock, time.thread_time() - processor
 
 
 def measure(sessions: int, ticks: int) -> dict[str, float]:

@@ -301,7 +301,7 @@ class Hierarchy:
         leaving = use == Use.IN_TRANSIT
         gone = active & leaving
         self.tables.ready_map[slots[gone], index[gone]] = -1
-        np.minimum.at(self.columns.refill_from, slots[gone], index[gone])
+        np.minimum.at(self.columns.refill_from, slots[gone].astype(np.intp), index[gone])
         self.books.let_go(pages[leaving])
         required = active & (use == Use.REQUIRED)
         if required.any():

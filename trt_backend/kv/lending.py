@@ -15,7 +15,7 @@ from trt_backend.kv.transfers import Copy, Direction, PassedFence
 Int32 = npt.NDArray[np.int32]
 REFILL_QUANTUM = 8
 """Pages that one session gets before it is the next one's turn: copies of some pages are cheaper than of one."""
-SCAN_PAGES = 256
+SCAN_PAGES = 64
 """Pages of a session that are looked at in its turn for missing ones."""
 BLOCK_PAGES = 64
 """Pages on loan are counted by so many places: whoever looks for them goes through the blocks that have any."""
@@ -59,8 +59,7 @@ class Lending:
     def _count(self, slots: Int32, index: Int32) -> None:
         """Pages at these places of sessions are on loan from now on."""
         tally(self._books.columns.optional, slots)
-        # Far more places than pages: counting all of them again would take longer.
-        np.add.at(self._lent.reshape(-1), slots.astype(np.intp) * self._lent.shape[1] + index // BLOCK_PAGES, 1)
+        tally(self._lent.reshape(-1), slots.astype(np.intp) * self._lent.shape[1] + index // BLOCK_PAGES)
 
     # --- reclaim ---
 
