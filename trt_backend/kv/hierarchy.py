@@ -181,10 +181,12 @@ class Hierarchy:
         tail_end = (self.tables.tail_first[slots] + TAIL_PAGES) * self.layout.page_tokens
         if not self.policy.uses_host:
             tail_end = columns.limit[slots]
-        decoding = np.minimum(tail_end, columns.limit[slots]) - length
+        decoding: Int32 = np.minimum(tail_end, columns.limit[slots]) - length
         importing = columns.importing[slots]
-        rooms: Int32 = np.where(importing, columns.prompt[slots] - length, decoding).astype(np.int32)
-        for i in np.flatnonzero(importing).tolist():
+        if not importing.any():
+            return decoding
+        rooms: Int32 = np.where(importing, columns.prompt[slots] - length, decoding)
+        for i in importing.nonzero()[0].tolist():
             session = self.sessions[int(slots[i])]
             if session.need.windowed:
                 rooms[i] = min(int(rooms[i]), self._imports.window_room(session))
@@ -204,13 +206,15 @@ class Hierarchy:
         if (counts > rooms).any():
             i = int(np.argmax(counts > rooms))
             raise ValueError(f"{counts[i]} positions of slot {slots[i]} don't fit: there is room for {rooms[i]}")
-        for i in np.flatnonzero(self.columns.importing[slots]).tolist():
+        for i in self.columns.importing[slots].nonzero()[0].tolist():
             session = self.sessions[int(slots[i])]
             if session.need.windowed:
                 self._imports.open_window(session, int(counts[i]))
+        start = self.columns.length[slots]
+        if (counts == 1).all():
+            return self._places(slots, start)
         # Page by page first: positions are many, and few of a session's are in more than one page.
         page_tokens = self.layout.page_tokens
-        start = self.columns.length[slots]
         end = start + counts
         first = start // page_tokens
         spanned = (end - 1) // page_tokens - first + 1
@@ -218,22 +222,26 @@ class Hierarchy:
         page_start = index * page_tokens
         lengths = np.minimum(np.repeat(end, spanned), page_start + page_tokens)
         lengths -= np.maximum(np.repeat(start, spanned), page_start)
+        begins = self._places(owner, page_start)
         positions = _ramps(start, counts)
-        to_rows = self._pages_of(owner, index) * page_tokens - page_start
-        to_index_rows = self.tables.index_map[owner, index] * page_tokens - page_start
         return Placement(
             slots=np.repeat(slots, counts),
             positions=positions,
-            rows=positions + np.repeat(to_rows, lengths),
-            index_rows=positions + np.repeat(to_index_rows, lengths),
+            rows=positions + np.repeat(begins.rows - page_start, lengths),
+            index_rows=positions + np.repeat(begins.index_rows - page_start, lengths),
         )
 
-    def _pages_of(self, owner: Int32, index: Int32) -> Int32:
-        """Device pages, int32 [n], that pages `index` of the slots `owner` are written to."""
-        tables = self.tables
-        in_tail = index >= tables.tail_first[owner]
-        pages: Int32 = tables.tail_pages[owner, index % TAIL_PAGES]
-        return pages if in_tail.all() else np.where(in_tail, pages, tables.ready_map[owner, index])
+    def _places(self, slots: Int32, positions: Int32) -> Placement:
+        """Where one position each is written."""
+        tables, page_tokens = self.tables, self.layout.page_tokens
+        index = positions // page_tokens
+        offset = positions - index * page_tokens
+        in_tail = index >= tables.tail_first[slots]
+        pages = tables.tail_pages[slots, index % TAIL_PAGES]
+        if not in_tail.all():
+            pages = np.where(in_tail, pages, tables.ready_map[slots, index])
+        index_pages = tables.index_map[slots, index]
+        return Placement(slots, positions, pages * page_tokens + offset, index_pages * page_tokens + offset)
 
     def wrote(self, slots: Int32, counts: Int32, step: Fence) -> None:
         """The step behind `step` writes what was placed: seal the pages that it completes."""
@@ -242,10 +250,12 @@ class Hierarchy:
         before = columns.length[slots] // page_tokens
         columns.length[slots] += counts
         after = columns.length[slots] // page_tokens
+        if not (after > before).any() and not columns.importing[slots].any():
+            return
         arrived = columns.importing[slots] & (columns.length[slots] >= columns.prompt[slots])
         columns.importing[slots[arrived]] = False
         history = np.minimum(after, np.maximum(before, self.tables.tail_first[slots]))
-        for i in np.flatnonzero((history > before) | arrived).tolist():
+        for i in ((history > before) | arrived).nonzero()[0].tolist():
             session = self.sessions[int(slots[i])]
             self._imports.complete(session, int(before[i]), int(history[i]), step)
             if arrived[i]:

@@ -127,6 +127,8 @@ class Lending:
         ends = self._refill_ends()
         missing = ends - columns.optional - columns.refilling
         wanting = np.flatnonzero(columns.active & ~columns.importing & ~columns.no_refill & (missing > 0))
+        if len(wanting) == 0:
+            return
         turn = int(wanting.searchsorted(self._turn))
         # Some need less than a quantum, so twice as many are looked at as would do.
         in_turn = np.concatenate([wanting[turn:], wanting[:turn]])[: 2 * -(-left // REFILL_QUANTUM)].astype(np.int32)
@@ -134,7 +136,7 @@ class Lending:
         if len(slots):
             self._turn = int(slots[-1]) + 1
             self._start(slots, index)
-        elif len(in_turn):  # what seems to be missing is still being copied away
+        else:  # what seems to be missing is still being copied away
             self._turn = int(in_turn[-1]) + 1
 
     def _start(self, slots: Int32, index: Int32) -> None:
@@ -203,7 +205,7 @@ class Lending:
         """Copy a few dirty pages, of those who would lose theirs first, while no other copy is under way."""
         books = self._books
         count = books.tuning.backup_pages_per_tick
-        if count == 0 or books.movement.copies:
+        if count == 0 or books.movement.copies or not books.columns.dirty.any():
             return
         order = reclaim_order(books.columns, books.tuning.reclaim_order)
         dirty_ones = order[books.columns.dirty[order] > 0]

@@ -267,7 +267,9 @@ class Scheduler:
         yielding = [
             (part.running, int(end) - 1) for part, end in zip(step.parts, ends, strict=True) if part.yields_token
         ]
-        self._choose(result.logits[[row for _, row in yielding]], [running for running, _ in yielding])
+        rows = [row for _, row in yielding]
+        logits = result.logits if len(rows) == len(result.logits) else result.logits[rows]
+        self._choose(logits, [running for running, _ in yielding])
         for part in step.parts[decodes:]:
             if part.running.request.max_tokens == 0 and not part.running.session.importing:
                 self._finish(part.running, FinishReason.LENGTH)
