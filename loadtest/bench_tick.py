@@ -106,25 +106,30 @@ class World:
         self.hierarchy = Hierarchy(layout, POLICIES[Residency.ADAPTIVE], tables, self.transfers, sizes, tuning)
         self.rng = np.random.default_rng(0)
         self.live: list[Session] = []
+        self.waiting = 0
+        self.next_prompt = self._draw_prompt()
         while len(self.live) < self.sessions or self.hierarchy.columns.importing.any():
             if len(self.live) < self.sessions and not self.hierarchy.columns.importing.any():
                 self._arrive()
             self._write()
             self._pass_time()
 
-    def _arrive(self) -> None:
-        """A request with half of its tokens or more in the prompt, if there is room for it by now."""
-        prompt = int(self.rng.integers(TOKENS // 2, TOKENS * 3 // 4))
-        self.hierarchy.contend(True)
-        session = self.hierarchy.admit(prompt, TOKENS)
+    def _arrive(self) -> bool:
+        """A request with half of its tokens or more in the prompt; whether there is room for it by now."""
+        session = self.hierarchy.admit(self.next_prompt, TOKENS)
+        self.hierarchy.contend(session is None)
         if session is not None:
-            self.hierarchy.contend(False)
             self.live.append(session)
+            self.next_prompt = self._draw_prompt()
+        return session is not None
+
+    def _draw_prompt(self) -> int:
+        return int(self.rng.integers(TOKENS // 2, TOKENS * 3 // 4))
 
     def _write(self) -> None:
-        """Some tokens of every answer, and whole pages of prompts in order of admission: a prefill instance's pages
-        need no places for single rows."""
-        slots = np.array([session.slot for session in self.live], dtype=np.int32)
+        """Some tokens of every answer, and whole pages of prompts: a prefill instance's pages need no places for single
+        rows."""
+        slots = self.hierarchy.columns.active.nonzero()[0].astype(np.int32)
         rooms = self.hierarchy.rooms(slots)
         importing = self.hierarchy.columns.importing[slots]
         decoding = slots[(rooms >= TOKENS_A_TICK) & ~importing]
@@ -146,12 +151,13 @@ class World:
         second says what the tick costs."""
         self.clock.tick += 1
         leaves = self.clock.tick % TICKS_A_REQUEST == 0
+        self.waiting += self.clock.tick % TICKS_A_REQUEST == TICKS_A_REQUEST // 2
         processor, clock = time.thread_time(), time.perf_counter()
         if leaves:
             self.hierarchy.end(self.live.pop(int(self.rng.integers(len(self.live)))))
         self.hierarchy.poll()
-        if len(self.live) < self.sessions:
-            self._arrive()
+        if self.waiting:
+            self.waiting -= self._arrive()
         self.hierarchy.tend()
         self._write()
         return time.perf_counter() - clock, time.thread_time() - processor

@@ -46,18 +46,24 @@ NEXT_STATES: dict[PageState, frozenset[PageState]] = {
 }
 
 
+STATES, USES = tuple(PageState), tuple(Use)
+USE_UNIT = 1 << 8
+"""In a page's kind, the state is in the low byte and the use in the next."""
+
+
 class PageTable:
     """Columns, one line a page: `state` and `use` (uint8), `owner` (int32 slot, −1 when free or on its way back) and
     `index` (int32: which of its session's pages a complete one is).
 
     Every change of a page goes through `take`, `move` and `release`, which keep the budget true and refuse steps
-    that a page's life does not have.
+    that a page's life does not have. State and use are two views of one column of kinds, for both change together.
     """
 
     def __init__(self, capacity: int) -> None:
         self.budget = Budget(capacity)
-        self.state = np.full(capacity, PageState.FREE, dtype=np.uint8)
-        self.use = np.full(capacity, Use.FREE, dtype=np.uint8)
+        self._kind = np.full(capacity, _kind(PageState.FREE, Use.FREE), dtype="<u2")
+        self.state: npt.NDArray[np.uint8] = self._kind.view(np.uint8)[0::2]
+        self.use: npt.NDArray[np.uint8] = self._kind.view(np.uint8)[1::2]
         self.owner = np.full(capacity, -1, dtype=np.int32)
         self.index = np.full(capacity, -1, dtype=np.int32)
         self._free = FreeList(capacity)
@@ -70,8 +76,7 @@ class PageTable:
         """
         pages = self._free.take(count)
         self.owner[pages] = owner
-        self.state[pages] = state
-        self.use[pages] = use
+        self._kind[pages] = _kind(state, use)
         self.budget.move(count, Use.FREE, use)
         return pages
 
@@ -88,32 +93,34 @@ class PageTable:
         """
         if len(pages) == 0:
             return
-        before = PageState(self.state[pages[0]])
-        used = Use(self.use[pages[0]])
-        if (self.state[pages] != before).any() or (self.use[pages] != used).any():
+        kinds = self._kind[pages]
+        if (kinds != kinds[0]).any():
+            before, used = PageState(self.state[pages[0]]), Use(self.use[pages[0]])
             raise ValueError(f"pages {pages.tolist()} are not all {before.name} and {used.name}")
-        if state != before and state not in NEXT_STATES[before]:
-            raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {state.name}")
-        self._set(pages, state, used, use)
-
-    def _set(self, pages: Int32, state: PageState, used: Use, use: Use) -> None:
-        self.state[pages] = state
-        self.use[pages] = use
-        if state == PageState.RELEASING:
-            self.owner[pages] = -1
-        self.budget.move(len(pages), used, use)
+        self._step(pages, int(kinds[0]), state, use)
 
     def move_each(self, pages: Int32, state: PageState | None, use: Use | None) -> None:
         """`move` for pages of different states and uses; None leaves a page's own."""
-        kinds = self.state[pages] * np.uint8(len(Use)) + self.use[pages]
-        present = np.flatnonzero(np.bincount(kinds)).tolist()
-        for kind in present:
-            before, used = PageState(kind // len(Use)), Use(kind % len(Use))
-            after = before if state is None else state
-            if after != before and after not in NEXT_STATES[before]:
-                raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {after.name}")
-            same = pages if len(present) == 1 else pages[kinds == kind]
-            self._set(same, after, used, used if use is None else use)
+        if len(pages) == 0:
+            return
+        kinds = self._kind[pages]
+        if (kinds == kinds[0]).all():
+            self._step(pages, int(kinds[0]), state, use)
+            return
+        for kind in np.flatnonzero(np.bincount(kinds)).tolist():
+            self._step(pages[kinds == kind], kind, state, use)
+
+    def _step(self, pages: Int32, kind: int, state: PageState | None, use: Use | None) -> None:
+        """The next step in the life of pages of one kind."""
+        before, used = STATES[kind % USE_UNIT], USES[kind // USE_UNIT]
+        after = before if state is None else state
+        if after != before and after not in NEXT_STATES[before]:
+            raise ValueError(f"pages {pages.tolist()} can't go from {before.name} to {after.name}")
+        counted = used if use is None else use
+        self._kind[pages] = _kind(after, counted)
+        if after == PageState.RELEASING:
+            self.owner[pages] = -1
+        self.budget.move(len(pages), used, counted)
 
     def free(self, pages: Int32) -> None:
         """Give RELEASING pages back, once nothing reads them any more."""
@@ -132,3 +139,7 @@ class PageTable:
         assert ((free | (self.state == PageState.RELEASING)) == (self.owner < 0)).all()
         assert (free == (self.use == Use.FREE)).all()
         assert int(free.sum()) == self._free.free
+
+
+def _kind(state: PageState, use: Use) -> int:
+    return state + USE_UNIT * use
