@@ -25,6 +25,22 @@ def resolve(
     threads: int,
     seed: int,
 ) -> None: ...
+def adopt(
+    hot_pages: Int32,
+    page_rows: int,
+    hot_positions: Int32,
+    lru: Int32,
+    group: int,
+    latest: Int32,
+    slots: Int32,
+    index: Int32,
+    pages: Int32,
+    counts: Int32,
+    source_rows: Int32,
+    target_rows: Int32,
+    threads: int,
+    seed: int,
+) -> None: ...
 def locate(
     ready_map: Int32,
     tail_first: Int32,
@@ -45,4 +61,5 @@ def fetch_rows(
     fetch_device_rows: Int32,
     sessions: int,
 ) -> None: ...
+def copy_rows(arena: UInt8, counts: Int32, source_rows: Int32, target_rows: Int32) -> None: ...
 def copy_pages(source: UInt8, target: UInt8, source_pages: Int32, target_pages: Int32, page_rows: int) -> None: ...

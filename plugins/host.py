@@ -126,6 +126,30 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Adoption:
+    """What `adopt` took into the hot cache: copies within an arena, a line for each recycled page.
+
+    | array | shape | value |
+    |---|---|---|
+    | `counts` | int32 [recycled] | rows to copy |
+    | `source_rows` | int32 [recycled, page rows] | their rows in the recycled page; −1 beyond the count |
+    | `target_rows` | int32 [recycled, page rows] | their rows in the hot cache; −1 beyond the count |
+
+    No row is the target of two copies, and none is a source and a target.
+    """
+
+    counts: Int32
+    source_rows: Int32
+    target_rows: Int32
+
+    @classmethod
+    def empty(cls, recycled: int, page_rows: int) -> Adoption:
+        """Room for `recycled` pages of `page_rows` rows each."""
+        source_rows = np.zeros((recycled, page_rows), dtype=np.int32)
+        return cls(np.zeros(recycled, dtype=np.int32), source_rows, np.zeros_like(source_rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Threads:
     """How the twin runs a phase. `count` 0 is production: one thread, in order.
 
@@ -188,6 +212,61 @@ def resolve(
         threads.seed,
     )
     out.sessions = len(slots)
+    return out
+
+
+def adopt(
+    tables: ResolverTables,
+    hot: HotState,
+    group: int,
+    latest: Int32,
+    slots: Int32,
+    index: Int32,
+    pages: Int32,
+    out: Adoption,
+    threads: Threads = IN_ORDER,
+) -> Adoption:
+    """Take rows of pages that have left a tail into the hot cache, as if the latest resolve had missed them.
+
+    Of each page the rows that the slot's latest resolve selected and that are not hot take, in order of position, the
+    least recently used hot slots that hold nothing of that selection, and become the most recent. `copy_rows` must
+    follow, for every source of the group, before the pages are written again.
+
+    Args:
+        tables: where the hot caches are; only `hot_pages` and `page_rows` are read.
+        hot: hot caches; those of `group` and the slots of the pages are updated.
+        group: index group, `0 <= group < groups`.
+        latest: int32 [slots, K] positions that the latest resolve of each slot selected, in any order, perhaps
+            repeated; −1 for padding, and throughout where there was none. K may exceed B: rows for which no hot slot
+            is left are not taken.
+        slots: int32 [n], the slot of each recycled page (repeats are adopted in order); −1 for batch padding.
+        index: int32 [n], which page of its session each of them holds.
+        pages: int32 [n], the device page that holds it.
+        out: a plan of n lines, written in full.
+        threads: see `Threads`.
+
+    Returns:
+        `out`. A slot that lacks a hot page adopts nothing.
+
+    Raises:
+        ValueError: dtype, shape or layout; a slot, page or group out of range.
+    """
+    _host.adopt(
+        tables.hot_pages,
+        tables.page_rows,
+        hot.positions,
+        hot.lru,
+        group,
+        latest,
+        slots,
+        index,
+        pages,
+        out.counts,
+        out.source_rows,
+        out.target_rows,
+        threads.count,
+        threads.seed,
+    )
     return out
 
 
@@ -256,6 +335,21 @@ def fetch_rows(host: UInt8, device: UInt8, plan: Plan) -> None:
         ValueError: dtype, shape or layout; a row of the plan outside its store.
     """
     _host.fetch_rows(host, device, plan.fetch_counts, plan.fetch_host_rows, plan.fetch_device_rows, plan.sessions)
+
+
+def copy_rows(arena: UInt8, adoption: Adoption) -> None:
+    """Copy the adopted rows within the arena of one source.
+
+    Layers that share a selection have the same plan: call once for each source, with that source's arena.
+
+    Args:
+        arena: uint8 [arena rows, row bytes].
+        adoption: as `adopt` left it.
+
+    Raises:
+        ValueError: dtype, shape or layout; a row of the plan outside the arena.
+    """
+    _host.copy_rows(arena, adoption.counts, adoption.source_rows, adoption.target_rows)
 
 
 def copy_pages(source: UInt8, target: UInt8, source_pages: Int32, target_pages: Int32, page_rows: int) -> None:

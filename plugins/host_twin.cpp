@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/adopt.cuh"
 #include "kernels/fetch.cuh"
 #include "kernels/locate.cuh"
 #include "kernels/resolve.cuh"
@@ -136,6 +137,23 @@ void with_block(int32 threads, std::uint64_t seed, F f) {
   }
 }
 
+// The checked hot caches of a group.
+dhs::HotCaches hot_caches(const Out& positions, const Out& lru, int32 group, const In& hot_pages, int32 page_rows) {
+  const int64 table_slots = static_cast<int64>(hot_pages.shape(0));
+  check<int32>("hot.positions", positions, {kAny, table_slots, kAny});
+  const int32 groups = size(positions, 0), rows = size(positions, 2);
+  check<int32>("hot.lru", lru, {groups, table_slots, rows});
+  if (static_cast<int64>(size(hot_pages, 1)) * page_rows != rows) {
+    fail("hot.positions has " + std::to_string(rows) + " rows a slot, but hot_pages has " +
+         std::to_string(hot_pages.shape(1)) + " pages of page_rows=" + std::to_string(page_rows));
+  }
+  if (group < 0 || group >= groups) {
+    fail("group=" + std::to_string(group) + "; legal range: 0 to " + std::to_string(groups - 1));
+  }
+  const int64 offset = group * table_slots * rows;
+  return {pointer<int32>(positions) + offset, pointer<int32>(lru) + offset, rows};
+}
+
 void resolve(In ready_map, In host_map, In tail_first, In tail_pages, In hot_pages, int32 page_rows,
              Out hot_positions, Out lru, int32 group, In selected, In slots, Out locations, Out fetch_counts,
              Out fetch_host_rows, Out fetch_device_rows, Out counts, int32 threads, std::uint64_t seed) {
@@ -146,21 +164,12 @@ void resolve(In ready_map, In host_map, In tail_first, In tail_pages, In hot_pag
   check<int32>("tail_pages", tail_pages, {table_slots, dhs::kTailPages});
   check<int32>("hot_pages", hot_pages, {table_slots, kAny});
   check_page_rows(page_rows);
-  check<int32>("hot.positions", hot_positions, {kAny, table_slots, kAny});
-  const int32 groups = size(hot_positions, 0), hot_rows = size(hot_positions, 2);
-  check<int32>("hot.lru", lru, {groups, table_slots, hot_rows});
-  if (static_cast<int64>(size(hot_pages, 1)) * page_rows != hot_rows) {
-    fail("hot.positions has " + std::to_string(hot_rows) + " rows a slot, but hot_pages has " +
-         std::to_string(hot_pages.shape(1)) + " pages of page_rows=" + std::to_string(page_rows));
-  }
-  if (group < 0 || group >= groups) {
-    fail("group=" + std::to_string(group) + "; legal range: 0 to " + std::to_string(groups - 1));
-  }
+  const dhs::HotCaches hot = hot_caches(hot_positions, lru, group, hot_pages, page_rows);
   check<int32>("selected", selected, {kAny, kAny});
   const int32 sessions = size(selected, 0), k = size(selected, 1);
   if (k < 1) fail("selected has shape " + shape_of(selected) + "; K must be positive");
-  if (hot_rows > 0 && hot_rows < k) {
-    fail("the hot cache has " + std::to_string(hot_rows) + " rows, fewer than the K=" + std::to_string(k) +
+  if (hot.rows > 0 && hot.rows < k) {
+    fail("the hot cache has " + std::to_string(hot.rows) + " rows, fewer than the K=" + std::to_string(k) +
          " of one selection; legal: 0, or K and up");
   }
   check<int32>("slots", slots, {sessions});
@@ -179,14 +188,55 @@ void resolve(In ready_map, In host_map, In tail_first, In tail_pages, In hot_pag
   const dhs::DirectTables direct{pointer<int32>(ready_map), pointer<int32>(tail_first), pointer<int32>(tail_pages),
                                  table_slots, pages, page_rows};
   const dhs::Tables tables{direct, pointer<int32>(host_map), pointer<int32>(hot_pages), size(hot_pages, 1)};
-  const int64 group_offset = static_cast<int64>(group) * table_slots * hot_rows;
-  const dhs::HotCaches hot{pointer<int32>(hot_positions) + group_offset, pointer<int32>(lru) + group_offset, hot_rows};
   const dhs::Selections batch{pointer<int32>(selected), pointer<int32>(slots), k};
   const dhs::PlanLines out{pointer<int32>(locations), pointer<int32>(fetch_counts), pointer<int32>(fetch_host_rows),
                            pointer<int32>(fetch_device_rows), pointer<int32>(counts)};
-  std::vector<int32> words(static_cast<std::size_t>(dhs::resolve_workspace(k, hot_rows)));
+  std::vector<int32> words(static_cast<std::size_t>(dhs::resolve_workspace(k, hot.rows)));
   with_block(threads, seed, [&](auto& block) {
     for (int32 n = 0; n < sessions; ++n) dhs::resolve_session(block, tables, hot, batch, n, out, words.data());
+  });
+}
+
+// Checks that pages are numbered from 0 and that their rows are numbered by int32.
+void check_pages(const std::string& name, const In& pages, int32 page_rows) {
+  const int32 limit = 0x7fffffff / page_rows;
+  for (int32 i = 0; i < size(pages, 0); ++i) {
+    const int32 page = pointer<int32>(pages)[i];
+    if (page >= 0 && page < limit) continue;
+    fail(name + "[" + std::to_string(i) + "]=" + std::to_string(page) + "; legal range: 0 to " +
+         std::to_string(limit - 1));
+  }
+}
+
+void adopt(In hot_pages, int32 page_rows, Out hot_positions, Out lru, int32 group, In latest, In slots, In index,
+           In pages, Out counts, Out source_rows, Out target_rows, int32 threads, std::uint64_t seed) {
+  check<int32>("hot_pages", hot_pages, {kAny, kAny});
+  check_page_rows(page_rows);
+  const int32 table_slots = size(hot_pages, 0);
+  const dhs::HotCaches hot = hot_caches(hot_positions, lru, group, hot_pages, page_rows);
+  check<int32>("latest", latest, {table_slots, kAny});
+  const int32 k = size(latest, 1);
+  check<int32>("slots", slots, {kAny});
+  const int32 lines = size(slots, 0);
+  check_slots(pointer<int32>(slots), lines, table_slots, false);
+  check<int32>("index", index, {lines});
+  check<int32>("pages", pages, {lines});
+  check_pages("index", index, page_rows);
+  check_pages("pages", pages, page_rows);
+  check<int32>("out.counts", counts, {lines});
+  check<int32>("out.source_rows", source_rows, {lines, page_rows});
+  check<int32>("out.target_rows", target_rows, {lines, page_rows});
+  check_threads(threads);
+
+  const dhs::HotTables tables{pointer<int32>(hot_pages), table_slots, size(hot_pages, 1), page_rows};
+  const dhs::Latest selections{pointer<int32>(latest), k};
+  const dhs::RecycledPages recycled{pointer<int32>(slots), pointer<int32>(index), pointer<int32>(pages), lines};
+  const dhs::AdoptionLines out{pointer<int32>(counts), pointer<int32>(source_rows), pointer<int32>(target_rows)};
+  std::vector<int32> words(static_cast<std::size_t>(dhs::adopt_workspace(k, hot.rows, page_rows)));
+  with_block(threads, seed, [&](auto& block) {
+    for (int32 n = 0; n < lines; ++n) {
+      dhs::adopt_session(block, tables, hot, selections, recycled, n, out, words.data());
+    }
   });
 }
 
@@ -244,6 +294,28 @@ void topk(In scores, In visible, int32 k, Out selected, int32 threads, std::uint
   });
 }
 
+// Checks that each line of a copy plan has room for its count.
+void check_counts(const std::string& name, const int32* counts, int32 lines, int32 room) {
+  for (int32 n = 0; n < lines; ++n) {
+    if (counts[n] >= 0 && counts[n] <= room) continue;
+    fail(name + "[" + std::to_string(n) + "]=" + std::to_string(counts[n]) + "; legal range: 0 to " +
+         std::to_string(room));
+  }
+}
+
+// Checks that the rows which the lines of a copy plan name are in their store.
+void check_rows(const std::string& name, const In& rows, const int32* counts, int32 lines,
+                std::size_t store_rows) {
+  for (int32 n = 0; n < lines; ++n) {
+    const int32* line = pointer<int32>(rows) + static_cast<int64>(n) * size(rows, 1);
+    for (int32 r = 0; r < counts[n]; ++r) {
+      if (line[r] >= 0 && static_cast<std::size_t>(line[r]) < store_rows) continue;
+      fail(name + "[" + std::to_string(n) + ", " + std::to_string(r) + "]=" + std::to_string(line[r]) +
+           "; its store has " + std::to_string(store_rows) + " rows");
+    }
+  }
+}
+
 void fetch_rows(In host, Out device, In fetch_counts, In fetch_host_rows, In fetch_device_rows, int32 sessions) {
   check<uint8>("host", host, {kAny, kAny});
   check<uint8>("device", device, {kAny, static_cast<int64>(host.shape(1))});
@@ -255,26 +327,26 @@ void fetch_rows(In host, Out device, In fetch_counts, In fetch_host_rows, In fet
     fail("plan.sessions=" + std::to_string(sessions) + "; legal range: 0 to " + std::to_string(capacity));
   }
   const int32* counts = pointer<int32>(fetch_counts);
-  for (int32 n = 0; n < sessions; ++n) {
-    if (counts[n] < 0 || counts[n] > k) {
-      fail("plan.fetch_counts[" + std::to_string(n) + "]=" + std::to_string(counts[n]) + "; legal range: 0 to " +
-           std::to_string(k));
-    }
-    const auto check_rows = [&](const char* name, const int32* rows, int64 store_rows) {
-      for (int32 r = 0; r < counts[n]; ++r) {
-        if (rows[r] >= 0 && rows[r] < store_rows) continue;
-        fail(std::string(name) + "[" + std::to_string(n) + ", " + std::to_string(r) + "]=" + std::to_string(rows[r]) +
-             "; its store has " + std::to_string(store_rows) + " rows");
-      }
-    };
-    const int64 line = static_cast<int64>(n) * k;
-    check_rows("plan.fetch_host_rows", pointer<int32>(fetch_host_rows) + line, static_cast<int64>(host.shape(0)));
-    check_rows("plan.fetch_device_rows", pointer<int32>(fetch_device_rows) + line,
-               static_cast<int64>(device.shape(0)));
-  }
+  check_counts("plan.fetch_counts", counts, sessions, k);
+  check_rows("plan.fetch_host_rows", fetch_host_rows, counts, sessions, host.shape(0));
+  check_rows("plan.fetch_device_rows", fetch_device_rows, counts, sessions, device.shape(0));
   nb::gil_scoped_release released;
   dhs::fetch_rows(dhs::Copier(), pointer<uint8>(host), pointer<uint8>(device), static_cast<int64>(host.shape(1)),
                   counts, pointer<int32>(fetch_host_rows), pointer<int32>(fetch_device_rows), sessions, k);
+}
+
+void copy_rows(Out arena, In counts, In source_rows, In target_rows) {
+  check<uint8>("arena", arena, {kAny, kAny});
+  check<int32>("adoption.source_rows", source_rows, {kAny, kAny});
+  const int32 lines = size(source_rows, 0), width = size(source_rows, 1);
+  check<int32>("adoption.target_rows", target_rows, {lines, width});
+  check<int32>("adoption.counts", counts, {lines});
+  check_counts("adoption.counts", pointer<int32>(counts), lines, width);
+  check_rows("adoption.source_rows", source_rows, pointer<int32>(counts), lines, arena.shape(0));
+  check_rows("adoption.target_rows", target_rows, pointer<int32>(counts), lines, arena.shape(0));
+  nb::gil_scoped_release released;
+  dhs::fetch_rows(dhs::Copier(), pointer<uint8>(arena), pointer<uint8>(arena), static_cast<int64>(arena.shape(1)),
+                  pointer<int32>(counts), pointer<int32>(source_rows), pointer<int32>(target_rows), lines, width);
 }
 
 void copy_pages(In source, Out target, In source_pages, In target_pages, int32 page_rows) {
@@ -306,6 +378,8 @@ NB_MODULE(_host, m) {
   m.def("resolve", &resolve);
   m.def("locate", &locate);
   m.def("topk", &topk);
+  m.def("adopt", &adopt);
   m.def("fetch_rows", &fetch_rows);
+  m.def("copy_rows", &copy_rows);
   m.def("copy_pages", &copy_pages);
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = Path(__file__).parent / "kernels"
-ENTRY_POINTS = ("dhs_resolve", "dhs_locate", "dhs_topk", "dhs_fetch_rows", "dhs_copy_pages")
+ENTRY_POINTS = ("dhs_resolve", "dhs_adopt", "dhs_locate", "dhs_topk", "dhs_fetch_rows", "dhs_copy_pages")
 
 
 class CompilationError(RuntimeError):

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from plugins.host import Float32, HotState, Int32, Plan, ResolverTables, UInt8
+from plugins.host import Adoption, Float32, HotState, Int32, Plan, ResolverTables, UInt8
 
 
 def direct_row(tables: ResolverTables, slot: int, position: int) -> int | None:
@@ -108,6 +108,50 @@ def _resolve_session(
         out.fetch_device_rows[n, r] = hot_row(tables, slot, hot_slot)
 
 
+def adopt(
+    tables: ResolverTables,
+    hot: HotState,
+    group: int,
+    latest: Int32,
+    slots: Int32,
+    index: Int32,
+    pages: Int32,
+    out: Adoption,
+) -> Adoption:
+    """`host.adopt`, page after page and row after row."""
+    out.source_rows[:] = out.target_rows[:] = -1
+    for n, (slot, number, page) in enumerate(zip(slots.tolist(), index.tolist(), pages.tolist(), strict=True)):
+        copies = []
+        if slot >= 0 and (tables.hot_pages[slot] >= 0).all():
+            selected = {position for position in latest[slot].tolist() if position >= 0}
+            for offset in range(tables.page_rows):
+                position = number * tables.page_rows + offset
+                hot_slot = _make_hot(hot.positions[group, slot], hot.lru[group, slot], selected, position)
+                if hot_slot is not None:
+                    copies.append((page * tables.page_rows + offset, hot_row(tables, slot, hot_slot)))
+        out.counts[n] = len(copies)
+        for r, (source, target) in enumerate(copies):
+            out.source_rows[n, r], out.target_rows[n, r] = source, target
+    return out
+
+
+def _make_hot(positions: Int32, lru: Int32, selected: set[int], position: int) -> int | None:
+    """The hot slot that a position takes, now the most recent; None if it is not selected, is hot, or none is free.
+
+    `positions` and `lru` are one session's lines [hot rows] of the hot state, updated in place.
+    """
+    if position not in selected or position in positions:
+        return None
+    order: list[int] = lru.tolist()
+    victim = next((hot_slot for hot_slot in order if int(positions[hot_slot]) not in selected), None)
+    if victim is None:
+        return None
+    positions[victim] = position
+    order.remove(victim)
+    lru[:] = [*order, victim]
+    return victim
+
+
 def locate(tables: ResolverTables, selected: Int32, slots: Int32, out: Int32) -> int:
     """`host.locate`, entry by entry."""
     masked = 0
@@ -134,6 +178,13 @@ def fetch_rows(host: UInt8, device: UInt8, plan: Plan) -> None:
     for n in range(plan.sessions):
         for r in range(int(plan.fetch_counts[n])):
             device[plan.fetch_device_rows[n, r]] = host[plan.fetch_host_rows[n, r]]
+
+
+def copy_rows(arena: UInt8, adoption: Adoption) -> None:
+    """`host.copy_rows`, row by row."""
+    for n, count in enumerate(adoption.counts.tolist()):
+        for r in range(count):
+            arena[adoption.target_rows[n, r]] = arena[adoption.source_rows[n, r]]
 
 
 def copy_pages(source: UInt8, target: UInt8, source_pages: Int32, target_pages: Int32, page_rows: int) -> None:

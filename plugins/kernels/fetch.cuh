@@ -6,7 +6,8 @@
 namespace dhs {
 
 // Rows of `sessions` plan lines, from the host pool of one source to its arena. The workers share the rows of all
-// sessions as one sequence; each carries its place in it from line to line.
+// sessions as one sequence; each carries its place in it from line to line. Adopted rows are copied by it too: from
+// rows of the arena to others of it, `host` being the arena.
 DHS_FN void fetch_rows(const Copier& copier, const uint8* host, uint8* device, int64 row_bytes,
                        const int32* fetch_counts, const int32* fetch_host_rows, const int32* fetch_device_rows,
                        int32 sessions, int32 k) {

@@ -18,27 +18,40 @@ struct Tables {
   int32 hot_page_count;
 };
 
+// The device pages of one session's hot cache.
+struct HotPages {
+  const int32* pages;
+  int32 count;
+  int32 page_rows;
+
+  // Arena row of a slot of the hot cache.
+  DHS_FN int32 row(int32 hot_slot) const {
+    const int32 page = hot_slot / page_rows;
+    return pages[page] * page_rows + (hot_slot - page * page_rows);
+  }
+
+  template <class B>
+  DHS_FN bool complete(B& block) const {
+    return block.sum(count, [&](int32 i) { return static_cast<int32>(pages[i] < 0); }) == 0;
+  }
+};
+
 // One session's lines of them.
 struct SessionTables : DirectLines {
   const int32* host;
-  const int32* hot;
+  HotPages hot;
 
   DHS_FN SessionTables(const Tables& tables, int32 slot)
       : DirectLines(tables.direct, slot),
         host(tables.host_map + static_cast<int64>(slot) * tables.direct.pages),
-        hot(tables.hot_pages + static_cast<int64>(slot) * tables.hot_page_count) {}
+        hot{tables.hot_pages + static_cast<int64>(slot) * tables.hot_page_count, tables.hot_page_count,
+            tables.direct.page_rows} {}
 
   // Row in the host pool, or -1. The position must be one.
   DHS_FN int32 host_row(int32 position) const {
     const int32 page = static_cast<int32>(page_of(position));
     const int32 host_page = host[page];
     return host_page < 0 ? -1 : host_page * page_rows + (position - page * page_rows);
-  }
-
-  // Arena row of a slot of the hot cache.
-  DHS_FN int32 hot_row(int32 hot_slot) const {
-    const int32 page = hot_slot / page_rows;
-    return hot[page] * page_rows + (hot_slot - page * page_rows);
   }
 };
 
@@ -202,7 +215,7 @@ DHS_FN int32 take_victims(B& block, const SessionTables& session, const int32* s
         work.found[work.place[j]] = fetched_into(victim);
         positions[victim] = position;
         host_rows[rank] = session.host_row(position);
-        device_rows[rank] = session.hot_row(victim);
+        device_rows[rank] = session.hot.row(victim);
       });
 }
 
@@ -227,7 +240,7 @@ DHS_FN int64 locate_pending(B& block, const SessionTables& session, int32 pendin
   return block.sum(pending, [&](int32 j) -> int64 {
     const int32 found = work.place[j] < 0 ? kNotFound : work.found[work.place[j]];
     if (found == kNotFound) return 0;
-    locations[work.pending[j]] = session.hot_row(slot_of(found));
+    locations[work.pending[j]] = session.hot.row(slot_of(found));
     return found >= 0 ? int64{1} : int64{1} << 32;
   });
 }
@@ -252,8 +265,7 @@ DHS_FN void resolve_session(B& block, const Tables& tables, const HotCaches& hot
     const Workspace work(words, k);
     padding = block.sum(k, [&](int32 i) { return static_cast<int32>(selected[i] == -1); });
     pending = split_direct(block, session, selected, k, locations, work.pending);
-    if (pending > 0 && hot.rows > 0 &&
-        block.sum(tables.hot_page_count, [&](int32 i) { return static_cast<int32>(session.hot[i] < 0); }) == 0) {
+    if (pending > 0 && hot.rows > 0 && session.hot.complete(block)) {
       int32* positions = hot.positions + static_cast<int64>(slot) * hot.rows;
       int32* lru = hot.lru + static_cast<int64>(slot) * hot.rows;
       const PositionHash hash = hash_pending(block, session, selected, pending, work);

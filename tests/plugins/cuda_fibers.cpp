@@ -188,6 +188,8 @@ extern "C" int launch(const char* name, unsigned grid, unsigned block, std::uint
   bool done;
   if (kernel == "dhs_resolve") {
     done = launch_as(dhs_resolve, grid, block, seed, arguments);
+  } else if (kernel == "dhs_adopt") {
+    done = launch_as(dhs_adopt, grid, block, seed, arguments);
   } else if (kernel == "dhs_locate") {
     done = launch_as(dhs_locate, grid, block, seed, arguments);
   } else if (kernel == "dhs_topk") {

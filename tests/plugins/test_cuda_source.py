@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from plugins import oracle
 from plugins.host import Plan
 from plugins.nvrtc import KERNELS
-from tests.plugins.worlds import World, batch_slots, copy_hot, dirty_plan, make_world, selections, worlds
+from tests.plugins.worlds import (
+    World,
+    batch_slots,
+    copy_hot,
+    dirty_adoption,
+    dirty_plan,
+    latest_selections,
+    make_world,
+    recycled_pages,
+    selections,
+    worlds,
+)
 
 Argument = npt.NDArray[np.generic] | int | None
 block_sizes = st.sampled_from((32, 64, 96, 256))
@@ -133,6 +144,71 @@ def test_resolve_equals_the_oracle_at_full_size(device: Device) -> None:
         seed=4,
     )
     check_resolve(device, world, 1024, in_shared_memory=True)
+
+
+def check_adopt(device: Device, world: World, queries: int, block: int, in_shared_memory: bool) -> None:
+    rng = np.random.default_rng(world.seed)
+    tables, k = world.tables, queries * world.k
+    hot_rows, page_rows = world.hot.lru.shape[2], world.tables.page_rows
+    words = max(2, hash_size(k)) + hot_rows + 3 * page_rows
+    theirs = copy_hot(world.hot)
+    for step in range(world.steps):
+        latest = latest_selections(rng, world, theirs, 1, queries)
+        ours = copy_hot(theirs)
+        recycled = recycled_pages(rng, world, latest)
+        count = len(recycled[0])
+        plan, expected = (dirty_adoption(rng, count, page_rows) for _ in range(2))
+        workspace = None if in_shared_memory else rng.integers(-9, 9, (max(1, count), words)).astype(np.int32)
+        device.launch(
+            "dhs_adopt",
+            count,
+            block,
+            world.seed + step,
+            tables.hot_pages,
+            *tables.hot_pages.shape,
+            page_rows,
+            ours.positions[1],
+            ours.lru[1],
+            hot_rows,
+            latest,
+            k,
+            *recycled,
+            count,
+            plan.counts,
+            plan.source_rows,
+            plan.target_rows,
+            workspace,
+        )
+        oracle.adopt(tables, theirs, 1, latest, *recycled, expected)
+        for name in ("counts", "source_rows", "target_rows"):
+            np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_array_equal(ours.lru, theirs.lru)
+        np.testing.assert_array_equal(ours.positions, theirs.positions)
+
+
+@several(max_examples=20)
+@given(worlds(ks=(1, 31, 32, 33, 64, 300), most_rows=50_000), st.integers(1, 3), block_sizes, st.booleans())
+def test_adopt_equals_the_oracle(
+    device: Device, world: World, queries: int, block: int, in_shared_memory: bool
+) -> None:
+    check_adopt(device, world, queries, block, in_shared_memory)
+
+
+@several(max_examples=15)
+@given(st.sampled_from((1, 12, 16, 656)), st.sampled_from((32, 256)), st.integers(1, 32), seeds)
+def test_adopted_rows_are_copied_within_the_arena(
+    device: Device, row_bytes: int, block: int, grid: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    arena = rng.integers(0, 256, (300, row_bytes), dtype=np.uint8)
+    adoption = dirty_adoption(rng, 3, 40)
+    adoption.counts[:] = rng.integers(0, 41, 3)
+    adoption.source_rows[:], adoption.target_rows[:] = rng.permutation(300)[:240].reshape(2, 3, 40)
+    expected = arena.copy()
+    oracle.copy_rows(expected, adoption)
+    rows = adoption.counts, adoption.source_rows, adoption.target_rows
+    device.launch("dhs_fetch_rows", grid, block, seed, arena, arena, np.int64(row_bytes), *rows, 3, 40)
+    np.testing.assert_array_equal(arena, expected)
 
 
 @several(max_examples=15)

@@ -9,7 +9,14 @@ import pytest
 from plugins.nvrtc import ENTRY_POINTS, CompilationError, Cubin, compile_kernels
 
 REGISTERS_PER_BLOCK = 65536
-THREADS = {"dhs_resolve": 1024, "dhs_locate": 1024, "dhs_topk": 1024, "dhs_fetch_rows": 256, "dhs_copy_pages": 256}
+THREADS = {
+    "dhs_resolve": 1024,
+    "dhs_adopt": 1024,
+    "dhs_locate": 1024,
+    "dhs_topk": 1024,
+    "dhs_fetch_rows": 256,
+    "dhs_copy_pages": 256,
+}
 
 
 def function_symbols(image: bytes) -> set[str]:

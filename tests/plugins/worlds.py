@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from plugins.host import HotState, Int32, Plan, ResolverTables, UInt8
+from plugins import oracle
+from plugins.host import Adoption, HotState, Int32, Plan, ResolverTables, UInt8
 
 KS = (1, 31, 32, 33, 64, 2048)
 GROUPS = 2
@@ -156,6 +157,44 @@ def selections(rng: np.random.Generator, world: World, slots: Int32) -> Int32:
         if rng.random() < 0.5:
             selected[n] = rng.permutation(selected[n])
     return selected
+
+
+def latest_selections(rng: np.random.Generator, world: World, hot: HotState, group: int, queries: int) -> Int32:
+    """[slots, queries * K] what the latest resolve of every slot selected, a quarter of it from the newest pages; the
+    last query has been resolved through `hot`. A fifth of the slots have resolved nothing since they were opened."""
+    slots = np.arange(len(world.lengths), dtype=np.int32)
+    blocks = [selections(rng, world, slots) for _ in range(queries)]
+    for block in blocks:
+        newest = [rng.integers(max(0, n - 3 * world.tables.page_rows), n, world.k) for n in world.lengths]
+        np.copyto(block, np.array(newest), where=rng.random(block.shape) < 0.25, casting="same_kind")
+    oracle.resolve(world.tables, hot, group, blocks[-1], slots, Plan.empty(len(slots), world.k))
+    latest = np.concatenate(blocks, axis=1)
+    latest[rng.random(len(slots)) < 0.2] = -1
+    return latest
+
+
+def recycled_pages(rng: np.random.Generator, world: World, latest: Int32) -> tuple[Int32, Int32, Int32]:
+    """Slots, page indices and device pages, int32 [n] each, in no order, some of them batch padding: mostly pages of
+    the tail, else pages of which something is selected, else any."""
+    pages, page_rows = world.tables.ready_map.shape[1], world.tables.page_rows
+    slots = rng.integers(-1, len(latest), int(rng.integers(0, 7))).astype(np.int32)
+    index = rng.integers(0, pages, len(slots)).astype(np.int32)
+    for n, slot in enumerate(slots.tolist()):
+        selected = np.unique(latest[slot] // page_rows)
+        selected = selected[(selected >= 0) & (selected < pages)]
+        if rng.random() < 0.6:
+            index[n] = rng.integers(max(0, world.tables.tail_first[slot]), -(-world.lengths[slot] // page_rows))
+        elif len(selected):
+            index[n] = rng.choice(selected)
+    return slots, index, rng.permutation(1000)[: len(slots)].astype(np.int32)
+
+
+def dirty_adoption(rng: np.random.Generator, recycled: int, page_rows: int) -> Adoption:
+    """A plan of adoption whose buffers are full of old values."""
+    plan = Adoption.empty(recycled, page_rows)
+    for lines in (plan.counts, plan.source_rows, plan.target_rows):
+        lines[:] = rng.integers(-(2**31), 2**31, lines.shape)
+    return plan
 
 
 def payload(slot: int, positions: Int32, row_bytes: int) -> UInt8:

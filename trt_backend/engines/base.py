@@ -34,8 +34,8 @@ class StepBatch:
     logits_of: Int32
     """[wanted] indices of the tokens whose logits are wanted."""
     recycled: tuple[Recycled, ...] = ()
-    """Pages that have left a tail since the last step and may be written by this one: what the group's latest resolve
-    selected of them goes into the hot cache first."""
+    """Pages that have left a tail since the last step and may be written by this one: before anything is written, what
+    the latest resolve of the session in each group selected of them goes into the hot cache, page after page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Engine(Protocol):
     vocab_size: int
 
     def open_slot(self, slot: int) -> None:
-        """Forget the hot cache of a slot that is about to have a new owner."""
+        """Forget the hot cache of a slot that is about to have a new owner, and what the old one selected."""
 
     def step(self, batch: StepBatch) -> StepResult:
         """Run one step to its end: rows and index keys are written, logits are on the host."""

@@ -14,7 +14,7 @@ from plugins import host
 from trt_backend.config import RowFormat
 from trt_backend.engines.base import StepBatch, StepResult
 from trt_backend.kv.layout import KvLayout
-from trt_backend.kv.tables import SlotTables
+from trt_backend.kv.tables import Recycled, SlotTables
 from trt_backend.memory.arena import IndexKeyStore, RowStore
 from trt_backend.models.indexer import TOKEN_BLOCK, index_scores, prompt_scores
 from trt_backend.models.rows import KeyCodec
@@ -67,6 +67,8 @@ class TorchEngine:
         self.group_of = {source: g for g, group in enumerate(layout.groups) for source in group.sources}
         slots = len(tables.tail_first)
         self.plans = [host.Plan.empty(slots, group.top_k) for group in layout.groups]
+        self.latest = [np.full((slots, group.top_k), -1, dtype=np.int32) for group in layout.groups]
+        """By group: what the latest decoding step of each slot selected, int32 [slots, K]; −1 where there was none."""
         self.resolver_tables = [
             host.ResolverTables(
                 tables.ready_map,
@@ -80,8 +82,10 @@ class TorchEngine:
         ]
 
     def open_slot(self, slot: int) -> None:
-        """Forget the hot cache of a slot that is about to have a new owner."""
+        """Forget the hot cache of a slot that is about to have a new owner, and what the old one selected."""
         self.memory.hot.clear(slot)
+        for selected in self.latest:
+            selected[slot] = -1
 
     def step(self, batch: StepBatch) -> StepResult:
         """Run one step; see `engines.base`.
@@ -89,6 +93,8 @@ class TorchEngine:
         Raises:
             RuntimeError: a prompt chunk selected rows that are nowhere.
         """
+        if batch.recycled:
+            self._adopt(batch.recycled)
         torch.set_num_threads(self.threads if len(batch.tokens) >= PARALLEL_TOKENS else 1)
         state = StepState(self, batch)
         with torch.inference_mode():
@@ -99,6 +105,18 @@ class TorchEngine:
                 torch.from_numpy(batch.logits_of.astype(np.int64)),
             )
         return StepResult(logits.numpy(), state.counts)
+
+    def _adopt(self, recycled: tuple[Recycled, ...]) -> None:
+        """Take what the latest resolves selected of recycled pages into the hot caches, before it is overwritten."""
+        slots = np.array([one.slot for one in recycled], dtype=np.int32)
+        index = np.array([one.index for one in recycled], dtype=np.int32)
+        pages = np.array([one.page for one in recycled], dtype=np.int32)
+        for g, group in enumerate(self.layout.groups):
+            tables = self.resolver_tables[g]
+            plan = host.Adoption.empty(len(recycled), tables.page_rows)
+            host.adopt(tables, self.memory.hot, g, self.latest[g], slots, index, pages, plan)
+            for source in group.sources:
+                host.copy_rows(self.memory.arenas.sources[source], plan)
 
 
 class Chunk(NamedTuple):
@@ -189,6 +207,7 @@ class StepState:
             plan = host.resolve(
                 tables, engine.memory.hot, group, selected[:decodes], batch.slots[:decodes], engine.plans[group]
             )
+            engine.latest[group][batch.slots[:decodes]] = selected[:decodes]
             locations[:decodes] = plan.locations[:decodes]
             self.counts += plan.counts[:decodes]
         if decodes < len(selected):
