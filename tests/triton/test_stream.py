@@ -20,7 +20,7 @@ from trt_backend.request import (
 )
 from trt_backend.triton.outputs import TEXT_OUTPUTS, Array, Ended
 from trt_backend.triton.parse import Shape
-from trt_backend.triton.stream import Streamer
+from trt_backend.triton.stream import BEHIND, Streamer
 from trt_backend.triton.text import Tokenizer
 
 END = frozenset({0})
@@ -129,6 +129,22 @@ def test_an_incomplete_character_makes_no_response_and_is_replaced_at_the_end(ri
     rig.streamer.deliver(Output("a", (), FinishReason.LENGTH))
     rig.close()
     assert client.responses == [("\ufffd", True)]
+
+
+def test_a_few_outputs_that_wait_have_a_response_each(rig: Rig, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("def main(argv):\n    return 0\n").tolist()[: BEHIND + 1]
+    gate = threading.Event()
+    client = Collector(gate)
+    rig.streamer.open("a", client, PIECES)
+    rig.streamer.deliver(Output("a", (tokens[0],)))
+    assert client.arrived.wait(10.0)
+    for token in tokens[1:]:
+        rig.streamer.deliver(Output("a", (token,)))
+    assert rig.streamer.backlog == len(tokens)
+    gate.set()
+    rig.close()
+    assert [text for text, _ in client.responses] == [tokenizer.decode([token]) for token in tokens]
+    assert rig.streamer.backlog == 0
 
 
 def test_what_waits_while_a_client_is_slow_goes_out_as_one_piece(rig: Rig, tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 CANCEL_POLL_SECONDS = 0.05
 METRICS_SECONDS = 0.5
 STALL_POLL_SECONDS = 1.0
+SENDING_SECONDS = 0.002
+"""So long a step waits at most for what earlier ones have made to be sent,"""
+SENDING_POLL_SECONDS = 0.00005
+"""and looks so often."""
 STREAMERS = 16
 """Threads that send responses, each request on one of them. A send waits for the server process most of its time:
 with 64 streams, four threads sent about twice as much as one, and sixteen more than four."""
@@ -96,7 +101,7 @@ class Service:
 
     def start(self) -> None:
         """Start serving."""
-        self._scheduler.start()
+        self._scheduler.start(self._let_send)
         for streamer in self._streamers:
             streamer.start()
         self._watch.start()
@@ -170,6 +175,16 @@ class Service:
                 request_id = f"{client_id or 'request'}#{next(self._numbers)}"
             self._live[request_id] = _Live(client_id, sink)
             return request_id
+
+    def _let_send(self, running: int) -> None:
+        """Wait until what one step has made is all that waits to be sent. Runs on the scheduler's thread after a step.
+
+        A scheduler with a very fast engine would otherwise keep the interpreter from the threads that send, and its
+        tokens would wait in their queues.
+        """
+        until = time.monotonic() + SENDING_SECONDS
+        while sum(streamer.backlog for streamer in self._streamers) > running and time.monotonic() < until:
+            time.sleep(SENDING_POLL_SECONDS)
 
     def _stalled(self, message: str) -> None:
         self._on_failure(f"{message}: {self._scheduler.describe()}")

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from trt_backend.triton.parse import Shape
 from trt_backend.triton.text import Tokenizer
 
 log = logging.getLogger(__name__)
+BEHIND = 4
+"""So many Outputs of one request may wait, each for a response of its own."""
 
 
 class Sink(Protocol):
@@ -39,6 +42,7 @@ class _Stream:
         self.sink = sink
         self.outputs = shape.outputs
         self.answer = Answer(shape, tokenizer)
+        self.waiting: deque[Output] = deque()
         self.broken = False
         self.end: Output | None = None
 
@@ -56,7 +60,8 @@ class Requests(Protocol):
 class Streamer:
     """Owns every sink from `open` to the end of its request.
 
-    What has come in for a request while others were served goes out as one piece, so a slow moment costs no backlog.
+    Each Output goes out on its own, unless more than `BEHIND` of one request wait: then all of them as one piece, so
+    that a slow moment costs no backlog.
     `on_last` is told a request's id before its last response goes, `on_end` how it ended, after that; both on the
     streaming thread.
     """
@@ -74,6 +79,7 @@ class Streamer:
         self._requests = requests
         self._messages: queue.SimpleQueue[_Stream | Output | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._taken = 0
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self._thread = threading.Thread(target=self._run, name="streamer", daemon=True)
 
@@ -96,31 +102,39 @@ class Streamer:
         """Take an Output of an open request; never blocks."""
         self._messages.put(output)
 
+    @property
+    def backlog(self) -> int:
+        """How many Outputs wait to be sent, those included that are being sent now."""
+        return self._messages.qsize() + self._taken
+
     # --- the streaming thread ---
 
     def _run(self) -> None:
         running = True
-        while running:
-            messages = self._take()
-            running = None not in messages
-            for stream in self._sort_in(messages):
-                self._advance(stream)
+        ready: dict[str, _Stream] = {}
+        while running or ready:
+            messages = self._take(wait=not ready)
+            running = running and None not in messages
+            self._sort_in(messages, ready)
+            for stream in list(ready.values()):
+                self._feed(stream)
+                if not stream.waiting:
+                    del ready[stream.request_id]
         for stream in list(self._streams.values()):
             error = RequestError(ErrorCode.INTERNAL, stream.request_id, "the server stopped before the request's end")
             stream.end = Output(stream.request_id, finish=FinishReason.ERROR, error=error)
             self._advance(stream)
 
-    def _take(self) -> list[_Stream | Output | None]:
-        messages = [self._messages.get()]
+    def _take(self, wait: bool) -> list[_Stream | Output | None]:
+        messages = [self._messages.get()] if wait else []
         try:
             while True:
                 messages.append(self._messages.get_nowait())
         except queue.Empty:
             return messages
 
-    def _sort_in(self, messages: Sequence[_Stream | Output | None]) -> list[_Stream]:
-        """Put messages where they belong; returns the streams that have got something, each once."""
-        touched: dict[str, _Stream] = {}
+    def _sort_in(self, messages: Sequence[_Stream | Output | None], ready: dict[str, _Stream]) -> None:
+        """Put messages where they belong, and the streams that have got something into `ready`."""
         for message in messages:
             if isinstance(message, _Stream):
                 self._streams[message.request_id] = message
@@ -129,12 +143,21 @@ class Streamer:
                 if stream is None:
                     log.error("an Output for %s came when it was not open", message.request_id)
                     continue
-                if stream.answer.add(message):
-                    self._requests.finish(message.request_id)
-                if message.finish is not None:
-                    stream.end = message
-                touched[message.request_id] = stream
-        return list(touched.values())
+                stream.waiting.append(message)
+                self._taken += 1
+                ready[message.request_id] = stream
+
+    def _feed(self, stream: _Stream) -> None:
+        """Take up a step's Output, or all that wait where there are too many, and send what can be sent."""
+        number = 1 if len(stream.waiting) <= BEHIND else len(stream.waiting)
+        for _ in range(number):
+            output = stream.waiting.popleft()
+            if stream.answer.add(output):
+                self._requests.finish(output.request_id)
+            if output.finish is not None:
+                stream.end = output
+        self._advance(stream)
+        self._taken -= number
 
     def _advance(self, stream: _Stream) -> None:
         """Send what can be sent; whatever goes wrong stays with this one request."""
