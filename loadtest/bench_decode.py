@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from loadtest.console import results_console
 from trt_backend.build import build_runtime, find_model
 from trt_backend.config import DeploymentConfig, Residency
 from trt_backend.request import Output, Request
@@ -161,7 +162,7 @@ def main(
             *(f"{ms:.1f}" for ms in (r.resident_ms, r.hisparse_ms, r.transformers_ms)),
             *(f"{ratio:.1f}" for ratio in (r.resident_times_faster, r.hisparse_times_faster)),
         )
-    Console().print(table)
+    results_console().print(table)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest.bench_tick import Clock, NoBytes
+from loadtest.console import results_console
 from trt_backend.config import ReclaimOrder, Residency
 from trt_backend.kv.budget import Use
 from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
@@ -300,7 +301,7 @@ def main(
     with Progress(console=Console(stderr=True)) as progress:
         runs = [(order, hysteresis) for order in ReclaimOrder for hysteresis in (None, 0)]
         results = [run(*which, ticks) for which in progress.track(runs, description="worlds")]
-    console = Console()
+    console = results_console()
     console.print(order_table(results[::2]))
     console.print(hysteresis_table(results))
     superfluous, reclaims = (sum(one[key] for one in results) for key in ("superfluous_sessions", "reclaims"))

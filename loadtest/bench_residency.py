@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from loadtest.console import results_console
 from loadtest.residency.load import Phase, Run, Shape, run_load
 from loadtest.residency.plot import plot_runs
 from trt_backend.config import Residency
 
 SOURCES = ("direct", "hot", "host")
 MOVES = ("reclaimed", "refilled", "backed_up")
-TABLE_WIDTH = 110
 LOW_PHASES = (Phase.LOW, Phase.LOW_AGAIN)
 LEAST_OFF = 0.05
 """So much of the selected rows must be fetched at low load with optional residency off, or there is nothing to gain."""
@@ -95,7 +95,7 @@ def compare(off: list[PhaseResult], on: list[PhaseResult]) -> dict[str, float | 
 
 def print_results(results: dict[Residency, list[PhaseResult]], summary: dict[str, float | bool]) -> None:
     """Two tables and what follows from them."""
-    console = Console(width=TABLE_WIDTH, highlight=False)
+    console = results_console()
     rows = Table("residency", "phase", title="where selected rows were found")
     memory = Table("residency", "phase", title="sessions, and pages")
     for table, columns in (

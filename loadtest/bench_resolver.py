@@ -16,9 +16,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from loadtest.console import results_console
 from plugins import host, oracle
 from plugins.host import HotState, Int32, Plan, ResolverTables, UInt8
 
@@ -194,7 +194,7 @@ def main(
             f"{result.ratio:.0f}×",
             target,
         )
-    Console().print(table)
+    results_console().print(table)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import streaming
+from loadtest.console import results_console
 from loadtest.streaming.client import responses_per_second
 from trt_backend.config import LOOPBACK, DeploymentConfig, ServerConfig
 from trt_backend.triton.launcher import TritonServer
@@ -106,7 +107,7 @@ def main(
         table.add_row(
             str(r.streams), f"{r.empty:.0f}", f"{r.whole_path:.0f}", f"{r.ratio:.2f}", "yes" if r.met else "no"
         )
-    Console().print(table)
+    results_console().print(table)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from loadtest.console import results_console
 from trt_backend.config import ReclaimOrder, Residency
 from trt_backend.kv.hierarchy import Hierarchy, PoolSizes
 from trt_backend.kv.layout import IndexGroup, KvLayout, KvSource
@@ -207,7 +207,7 @@ def main(
         times = (f"{run[f'{name}_ms']:.3f}" for name in times_shown)
         pages = (f"{run[f'{kind}_pages_a_tick']:.1f}" for kind in pages_shown)
         table.add_row(str(run["sessions"]), *times, *pages)
-    Console().print(table)
+    results_console().print(table)
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=2) + "\n")
 
