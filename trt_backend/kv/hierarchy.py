@@ -211,37 +211,50 @@ class Hierarchy:
             if session.need.windowed:
                 self._imports.open_window(session, int(counts[i]))
         start = self.columns.length[slots]
-        if (counts == 1).all():
-            return self._places(slots, start)
+        if len(slots) and (counts == counts[0]).all() and counts[0] <= self.layout.page_tokens:
+            return self._place_blocks(slots, start, int(counts[0]))
         # Page by page first: positions are many, and few of a session's are in more than one page.
         page_tokens = self.layout.page_tokens
         end = start + counts
         first = start // page_tokens
         spanned = (end - 1) // page_tokens - first + 1
         owner, index = np.repeat(slots, spanned), _ramps(first, spanned)
-        page_start = index * page_tokens
-        lengths = np.minimum(np.repeat(end, spanned), page_start + page_tokens)
-        lengths -= np.maximum(np.repeat(start, spanned), page_start)
-        begins = self._places(owner, page_start)
+        lengths = np.minimum(np.repeat(end, spanned), (index + 1) * page_tokens)
+        lengths -= np.maximum(np.repeat(start, spanned), index * page_tokens)
+        to_rows, to_index_rows = self._shifts(owner, index)
         positions = _ramps(start, counts)
         return Placement(
             slots=np.repeat(slots, counts),
             positions=positions,
-            rows=positions + np.repeat(begins.rows - page_start, lengths),
-            index_rows=positions + np.repeat(begins.index_rows - page_start, lengths),
+            rows=positions + np.repeat(to_rows, lengths),
+            index_rows=positions + np.repeat(to_index_rows, lengths),
         )
 
-    def _places(self, slots: Int32, positions: Int32) -> Placement:
-        """Where one position each is written."""
+    def _place_blocks(self, slots: Int32, start: Int32, count: int) -> Placement:
+        """`place` where all write equally many positions, a page at most: what decoding does."""
+        page_tokens = self.layout.page_tokens
+        first, last = start // page_tokens, (start + count - 1) // page_tokens
+        positions = start[:, np.newaxis] + np.arange(count, dtype=np.int32)
+        to_rows, to_index_rows = self._shifts(slots, first)
+        rows, index_rows = positions + to_rows[:, np.newaxis], positions + to_index_rows[:, np.newaxis]
+        crossing = (last > first).nonzero()[0]
+        if len(crossing):
+            beyond = positions[crossing] >= (last[crossing] * page_tokens)[:, np.newaxis]
+            to_rows, to_index_rows = self._shifts(slots[crossing], last[crossing])
+            there = positions[crossing]
+            rows[crossing] = np.where(beyond, there + to_rows[:, np.newaxis], rows[crossing])
+            index_rows[crossing] = np.where(beyond, there + to_index_rows[:, np.newaxis], index_rows[crossing])
+        return Placement(np.repeat(slots, count), positions.reshape(-1), rows.reshape(-1), index_rows.reshape(-1))
+
+    def _shifts(self, slots: Int32, index: Int32) -> tuple[Int32, Int32]:
+        """What to add to positions of page `index` of each slot to get their rows, and their index rows."""
         tables, page_tokens = self.tables, self.layout.page_tokens
-        index = positions // page_tokens
-        offset = positions - index * page_tokens
         in_tail = index >= tables.tail_first[slots]
         pages = tables.tail_pages[slots, index % TAIL_PAGES]
         if not in_tail.all():
             pages = np.where(in_tail, pages, tables.ready_map[slots, index])
         index_pages = tables.index_map[slots, index]
-        return Placement(slots, positions, pages * page_tokens + offset, index_pages * page_tokens + offset)
+        return (pages - index) * page_tokens, (index_pages - index) * page_tokens
 
     def wrote(self, slots: Int32, counts: Int32, step: Fence) -> None:
         """The step behind `step` writes what was placed: seal the pages that it completes."""
