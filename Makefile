@@ -41,8 +41,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python -m loadtest.bench_resolver
-	$(BIN)/python -m loadtest.bench_decode
+	for name in resolver decode tick reclaim residency streaming; do $(BIN)/python -m loadtest bench $$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) build .server

@@ -46,6 +46,8 @@ TOKENS_A_TICK = 4
 FEWEST_SESSIONS, MOST_SESSIONS = 16, 64
 ON_DEVICE = 0.5
 """Share of the histories at the highest load that has room on the device."""
+BACKUP, BACKUPS = 4, (0, 4, 16, 64)
+"""Dirty pages that are copied a tick in the background: what a deployment does, and what is compared."""
 PERIOD = 400
 """Ticks from one peak of the load to the next."""
 SOON = 64
@@ -117,6 +119,7 @@ class World:
 
     order: ReclaimOrder
     hysteresis: int | None = None
+    backup: int = BACKUP
     seed: int = 0
     clock: Clock = field(default_factory=Clock)
 
@@ -134,7 +137,7 @@ class World:
         # As `trt_backend.build` sets them where a deployment does not.
         reserve = need_of(layout, policy, PAGE_TOKENS, 2 * PAGE_TOKENS, device, sizes.chunk_tokens).device
         self.tuning = ResidencyTuning(
-            self.order, reserve, device // 50 if self.hysteresis is None else self.hysteresis, 64, 4, True
+            self.order, reserve, device // 50 if self.hysteresis is None else self.hysteresis, 64, self.backup, True
         )
         self.device_pages = device
         self.refills = RefillClock(self.clock, np.full(device, -1, dtype=np.int64))
@@ -227,9 +230,9 @@ class World:
         hierarchy.note_hits(slots, (TOP_K * self.heat[slots] * resident).astype(np.int64))
 
 
-def run(order: ReclaimOrder, hysteresis: int | None, ticks: int) -> dict[str, Any]:
+def run(order: ReclaimOrder, hysteresis: int | None, backup: int, ticks: int) -> dict[str, Any]:
     """One world for so many ticks, in numbers."""
-    world = World(order, hysteresis)
+    world = World(order, hysteresis, backup)
     for _ in range(ticks):
         world.tick()
     world.hierarchy.check()
@@ -240,6 +243,7 @@ def run(order: ReclaimOrder, hysteresis: int | None, ticks: int) -> dict[str, An
         "device_pages": world.device_pages,
         "reserve_pages": world.tuning.reserve_pages,
         "hysteresis_pages": world.tuning.hysteresis_pages,
+        "backup_pages_per_tick": backup,
         "ticks": ticks,
         "admissions": world.admitted,
         "reclaims": len(reclaims),
@@ -293,17 +297,39 @@ def hysteresis_table(results: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def backup_table(results: Sequence[dict[str, Any]]) -> Table:
+    """What reclaims had to copy before pages came back, by how much was copied in the background."""
+    table = Table(box=SIMPLE, title="background backup: dirty pages that reclaims wait for")
+    table.add_column("order")
+    for column in ("pages a tick", "taken a reclaim", "of them dirty", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in results:
+        pages = one["pages_a_reclaim"]
+        table.add_row(
+            one["order"],
+            str(one["backup_pages_per_tick"]),
+            *(f"{pages[key]:.0f}" for key in ("taken", "dirty")),
+            f"{pages['dirty'] / pages['taken']:.0%}",
+        )
+    return table
+
+
 def main(
     ticks: Annotated[int, typer.Option(min=PERIOD, help="Ticks of each run.")] = 10 * PERIOD,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
 ) -> None:
-    """Measure what admissions take back, for each reclaim order, and refills in vain, with and without hysteresis."""
+    """Measure what admissions take back, for each reclaim order; refills in vain, with and without hysteresis; and what
+    background backup leaves for reclaims to copy."""
+    runs: list[tuple[ReclaimOrder, int | None, int]]
+    runs = [(order, hysteresis, BACKUP) for order in ReclaimOrder for hysteresis in (None, 0)]
+    orders = len(runs)
+    runs += [(ReclaimOrder.OLDEST, None, backup) for backup in BACKUPS]
     with Progress(console=Console(stderr=True)) as progress:
-        runs = [(order, hysteresis) for order in ReclaimOrder for hysteresis in (None, 0)]
         results = [run(*which, ticks) for which in progress.track(runs, description="worlds")]
     console = results_console()
-    console.print(order_table(results[::2]))
-    console.print(hysteresis_table(results))
+    console.print(order_table(results[:orders:2]))
+    console.print(hysteresis_table(results[:orders]))
+    console.print(backup_table(results[orders:]))
     superfluous, reclaims = (sum(one[key] for one in results) for key in ("superfluous_sessions", "reclaims"))
     console.print(f"{superfluous} sessions lost pages without need, in {reclaims} reclaims")
     if json_path is not None:

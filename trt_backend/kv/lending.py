@@ -32,6 +32,7 @@ class Lending:
         self._lent = np.zeros((slots, -(-places // BLOCK_PAGES)), dtype=np.int32)
         """Pages on loan, by slot and block of places. Added up, a slot's are its `optional` column."""
         self._turn = 0
+        self._background: Copy | None = None
 
     # --- lending ---
 
@@ -202,10 +203,12 @@ class Lending:
     # --- background backup ---
 
     def back_up_some(self) -> None:
-        """Copy a few dirty pages, of those who would lose theirs first, while no other copy is under way."""
+        """Copy a few dirty pages, of those who would lose theirs first, once the few before them have landed."""
         books = self._books
         count = books.tuning.backup_pages_per_tick
-        if count == 0 or books.movement.copies or not books.columns.dirty.any():
+        if count == 0 or not books.columns.dirty.any():
+            return
+        if any(copy is self._background for copy in books.movement.copies):
             return
         order = reclaim_order(books.columns, books.tuning.reclaim_order)
         dirty_ones = order[books.columns.dirty[order] > 0]
@@ -218,6 +221,7 @@ class Lending:
         books.columns.dirty[slot] -= len(dirty)
         slots = np.full(len(dirty), slot, dtype=np.int32)
         books.back_up(slots, index[dirty], pages[dirty], Use.OPTIONAL, books.latest_step)
+        self._background = books.movement.copies[-1]
 
     def forget(self, session: Session) -> None:
         """A session has ended: nothing comes to it any more, and it has nothing on loan."""
