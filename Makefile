@@ -41,7 +41,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	for name in resolver decode tick reclaim residency streaming; do $(BIN)/python -m loadtest bench $$name || exit 1; done
+	for name in resolver decode tick reclaim backup residency streaming; do $(BIN)/python -m loadtest bench $$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) build .server

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "reclaim": "What admissions take back, by reclaim order, and refills in vain.",
     "resolver": "Finding rows: the kernels' host twin beside the NumPy oracle.",
     "decode": "Decode steps, beside transformers.",
+    "backup": "What background copies cost decoding.",
     "tick": "A tick of the control plane.",
     "streaming": "Responses a second through a real tritonserver.",
 }

@@ -41,8 +41,11 @@ class Result:
     hisparse_times_faster: float
 
 
-def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens: int) -> float:
-    """Median time of a step in which every session decodes, from one session's token to its next, in ms."""
+def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens: int, **settings: Any) -> float:
+    """Median time of a step in which every session decodes, from one session's token to its next, in ms.
+
+    Further `settings` are the deployment's.
+    """
     pages = sum(-(-(len(prompt) + new_tokens) // 64) + 8 for prompt in prompts)
     config = DeploymentConfig(
         model=model,
@@ -50,6 +53,7 @@ def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens
         max_sessions=len(prompts),
         device_pages=pages,
         prefill_chunk_tokens=CHUNK,
+        **settings,
     )
     runtime = build_runtime(config)
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
