@@ -362,8 +362,9 @@ TestLife.settings = settings(max_examples=2000, stateful_step_count=30, deadline
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 class TestLongLife(Life.TestCase):
-    settings = settings(max_examples=20_000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=10_000, stateful_step_count=60, deadline=None)
 
 
 def write(hierarchy: Hierarchy, session: Session, count: int) -> None:
