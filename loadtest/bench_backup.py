@@ -1,7 +1,7 @@
 """What background copies of dirty pages cost decoding: `python -m loadtest bench backup`.
 
-Eight sessions of the tiny model decode while all their history is on the device and has no host copy yet, with
-different settings of `backup_pages_per_tick`, in turn.
+Eight sessions of the tiny model decode with their history on the device, with different settings of
+`backup_pages_per_tick`, in turn. There is so much history without a host copy that copies go on to the end.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from loadtest.bench_decode import decode_ms
+from loadtest.bench_decode import CHUNK, PAGE_TOKENS, decode_ms
 from loadtest.console import results_console
 from trt_backend.build import find_model
 from trt_backend.config import Residency
 from trt_backend.models.registry import read_config
 
 SESSIONS = 8
-SETTINGS = (0, 4, 16, 64)
+SETTINGS = (0, 1, 4)
 """Pages a tick; the first, none, is what the others are compared with."""
 
 
@@ -39,12 +39,17 @@ class Result:
 
 def main(
     model: Annotated[str, typer.Option(help="Model name or checkpoint folder.")] = "glm53-tiny",
-    prompt_tokens: Annotated[int, typer.Option(min=64)] = 2048,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that each session decodes.")] = 96,
+    prompt_tokens: Annotated[int, typer.Option(min=64)] = 4096,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that each session decodes.")] = 32,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure decode steps with background copies and without."""
+    steps = SESSIONS * -(-prompt_tokens // CHUNK) + new_tokens
+    if SESSIONS * prompt_tokens // PAGE_TOKENS < max(SETTINGS) * steps:
+        raise typer.BadParameter(
+            f"{SESSIONS} prompts of {prompt_tokens} tokens are copied before {steps} steps are over; use longer prompts"
+        )
     rng = np.random.default_rng(0)
     vocabulary = read_config(find_model(model)).vocab_size
     rounds: list[list[float]] = []

@@ -24,6 +24,7 @@ from trt_backend.request import Output, Request
 
 Int32 = npt.NDArray[np.int32]
 console = Console(stderr=True)
+PAGE_TOKENS = 64
 CHUNK = 512
 """Prompt tokens per step, so that it is known how long imports take."""
 
@@ -46,7 +47,7 @@ def decode_ms(model: str, residency: Residency, prompts: list[Int32], new_tokens
 
     Further `settings` are the deployment's.
     """
-    pages = sum(-(-(len(prompt) + new_tokens) // 64) + 8 for prompt in prompts)
+    pages = sum(-(-(len(prompt) + new_tokens) // PAGE_TOKENS) + 8 for prompt in prompts)
     config = DeploymentConfig(
         model=model,
         residency=residency,

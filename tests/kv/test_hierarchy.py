@@ -27,6 +27,8 @@ from trt_backend.kv.transfers import PassedFence
 PAGE = 2
 MAX_TOKENS = 48
 CHUNK = 6
+BLOCK = 3
+"""Tokens that an answer may go on by in a step, as verified drafts do: more than a page, so they span two or three."""
 POISON = -55
 """What a page holds after it has been freed, on the device and on the host."""
 
@@ -166,7 +168,7 @@ class Life(RuleBasedStateMachine):
     def one_step(self, data: st.DataObject) -> None:
         """A step writes some positions of some sessions."""
         chosen = data.draw(st.lists(st.sampled_from(self.sessions), unique=True, min_size=1))
-        self._step(chosen, data.draw(st.integers(1, CHUNK)))
+        self._step(chosen, data.draw(st.integers(1, CHUNK)), data.draw(st.integers(1, BLOCK)))
 
     @precondition(lambda self: self.sessions)
     @rule(ticks=st.integers(2, 12), lag=st.integers(0, 2))
@@ -182,15 +184,17 @@ class Life(RuleBasedStateMachine):
             while len(self.steps) > lag:
                 self.steps.pop(0)[0].passed = True
 
-    def _step(self, chosen: list[Session], chunk: int) -> None:
-        """It can read everything that the tables name when it is planned."""
+    def _step(self, chosen: list[Session], chunk: int, block: int = 1) -> None:
+        """Prompts go on by a chunk, answers by a block. It can read all that the tables name when it is planned."""
         for recycled in self.hierarchy.take_recycled():
             session = self.hierarchy.sessions[recycled.slot]
             first = recycled.index * PAGE
             held = self.transfers.device[recycled.page].tolist()
             assert held == self.written[id(session)][first : first + PAGE], "a page was written before it was copied"
         rooms = [(session, self.hierarchy.room(session)) for session in chosen]
-        parts = [(session.slot, min(room, chunk) if session.importing else 1) for session, room in rooms if room > 0]
+        parts = [
+            (session.slot, min(room, chunk if session.importing else block)) for session, room in rooms if room > 0
+        ]
         if parts:
             slots, counts = np.array(parts, dtype=np.int32).T
             fence, readable = ManualFence(), self._readable()

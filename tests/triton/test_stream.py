@@ -71,6 +71,17 @@ class Rig:
         self.streamer = Streamer(tokenizer, self.released.append, self.ended.append, self)
         self.streamer.start()
 
+    def hold_back(self, tokens: list[int]) -> tuple[Collector, threading.Event]:
+        """A client of request "a" that holds its first token until the gate is set, while the others wait."""
+        gate = threading.Event()
+        client = Collector(gate)
+        self.streamer.open("a", client, PIECES)
+        self.streamer.deliver(Output("a", (tokens[0],)))
+        assert client.arrived.wait(10.0)
+        for token in tokens[1:]:
+            self.streamer.deliver(Output("a", (token,)))
+        return client, gate
+
     # What the streamer asks of the scheduler.
 
     def cancel(self, request_id: str) -> None:
@@ -133,13 +144,7 @@ def test_an_incomplete_character_makes_no_response_and_is_replaced_at_the_end(ri
 
 def test_a_few_outputs_that_wait_have_a_response_each(rig: Rig, tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("def main(argv):\n    return 0\n").tolist()[: BEHIND + 1]
-    gate = threading.Event()
-    client = Collector(gate)
-    rig.streamer.open("a", client, PIECES)
-    rig.streamer.deliver(Output("a", (tokens[0],)))
-    assert client.arrived.wait(10.0)
-    for token in tokens[1:]:
-        rig.streamer.deliver(Output("a", (token,)))
+    client, gate = rig.hold_back(tokens)
     assert rig.streamer.backlog == len(tokens)
     gate.set()
     rig.close()
@@ -149,13 +154,7 @@ def test_a_few_outputs_that_wait_have_a_response_each(rig: Rig, tokenizer: Token
 
 def test_what_waits_while_a_client_is_slow_goes_out_as_one_piece(rig: Rig, tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("def main(argv):\n    return 0\n").tolist()
-    gate = threading.Event()
-    client = Collector(gate)
-    rig.streamer.open("a", client, PIECES)
-    rig.streamer.deliver(Output("a", (tokens[0],)))
-    assert client.arrived.wait(10.0)
-    for token in tokens[1:]:
-        rig.streamer.deliver(Output("a", (token,)))
+    client, gate = rig.hold_back(tokens)
     rig.streamer.deliver(Output("a", (), FinishReason.LENGTH))
     gate.set()
     rig.close()

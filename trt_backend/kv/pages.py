@@ -55,8 +55,8 @@ class PageTable:
     """Columns, one line a page: `state` and `use` (uint8), `owner` (int32 slot, −1 when free or on its way back) and
     `index` (int32: which of its session's pages a complete one is).
 
-    Every change of a page goes through `take`, `move` and `release`, which keep the budget true and refuse steps
-    that a page's life does not have. State and use are two views of one column of kinds, for both change together.
+    Every change of a page goes through `take`, `move`, `move_each` and `free`, which keep the budget true and refuse
+    steps that a page's life does not have. State and use are views of one column of kinds, for both change together.
     """
 
     def __init__(self, capacity: int) -> None:
