@@ -40,11 +40,12 @@ class Result:
 def main(
     model: Annotated[str, typer.Option(help="Model name or checkpoint folder.")] = "glm53-tiny",
     prompt_tokens: Annotated[int, typer.Option(min=64)] = 4096,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that each session decodes.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Steps in which all sessions decode.")] = 32,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure decode steps with background copies and without."""
+    # The first session decodes while the others are imported: all together make `new_tokens` after that.
     steps = SESSIONS * -(-prompt_tokens // CHUNK) + new_tokens
     if SESSIONS * prompt_tokens // PAGE_TOKENS < max(SETTINGS) * steps:
         raise typer.BadParameter(
@@ -58,7 +59,7 @@ def main(
             prompts = list(rng.integers(10, vocabulary, (SESSIONS, prompt_tokens)).astype(np.int32))
             rounds.append(
                 [
-                    decode_ms(model, Residency.ADAPTIVE, prompts, new_tokens, backup_pages_per_tick=pages)
+                    decode_ms(model, Residency.ADAPTIVE, prompts, steps, backup_pages_per_tick=pages)
                     for pages in SETTINGS
                 ]
             )
